@@ -1,0 +1,4608 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""llmguard: one file that keeps local LLM boxes honest.
+
+    llmguard.py serve             a proxy in front of your GPU boxes: it starts and stops engines, never takes a
+                                  GPU that somebody else holds, never cuts a stream
+    llmguard.py check             read the configuration, reach every host, one line each
+    llmguard.py model list        what can be asked for, and what is loaded
+    llmguard.py model load NAME   start the engine of a model; `unload` stops it once nothing runs on it
+
+Standard library only, Python 3.9 or later. Copy this one file to every box.
+
+The file reads downward; each section uses only sections above it:
+
+     1  Errors and exit codes   one class per kind of failure: message, HTTP status, exit code
+     2  Small tools             durations, sizes, time, the log, JSON state files, locks that name their holder
+     3  HTTP client             HTTP/1.1 syntax and one small keep-alive client on sockets
+     4  Configuration           dataclasses; loading and checking, every error with its key path
+     5  The box                 reads only: processes and listening sockets, all under a root
+     6  Engines                 starts and stops them, and proves that they are gone
+     7  Agent                   one JSON request in, one JSON reply out
+     8  Remote                  runs the agent for a host
+     9  Host                    the state machine of one GPU: acquire, drain, switch, idle stop, ticks
+    10  Proxy                   the HTTP server: parse, authorise, route, forward, stream
+    11  Views                   /status, /metrics, /v1/models, /models/sse, the page at /
+    14  Command line            argparse, exit codes, main(argv)
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import select
+import socket
+import socketserver
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import MISSING, dataclass, field, fields as dataclass_fields, replace
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
+
+TYPE_CHECKING = False  # typing itself costs more start-up time than a cron job should pay
+if TYPE_CHECKING:
+    from typing import Any, Optional, Union
+    from collections.abc import Callable, Iterable, Iterator
+
+__version__ = "0.1.0"
+
+# ======================================================================================================================
+# 1  Errors and exit codes
+# ======================================================================================================================
+# A class per kind of failure. The first line of its docstring is the message's template; `status` and `type` are what an
+# HTTP client sees, `exit_code` what a shell sees (sysexits.h). `retry` becomes `x-should-retry`, which the OpenAI and
+# Anthropic SDKs obey on any status. Errors are raised where they are known and turned into a response in one place
+# (Exchange.refuse) and into an exit code in another (main).
+
+
+class GuardError(Exception):
+    """{problem}"""
+
+    status = 500
+    type = "server_error"
+    exit_code = 70
+    retry: bool | None = None
+
+    def __init__(self, problem: str = "", **fields: Any) -> None:
+        self.fields = dict(fields, problem=problem)
+        template = (self.__doc__ or "{problem}").split("\n", 1)[0]
+        super().__init__(template.format(**self.fields))
+
+
+class UsageError(GuardError):
+    """{problem}"""
+
+    exit_code = 64
+
+
+class ConfigError(GuardError):
+    """{problem}"""
+
+    exit_code = 78
+
+
+class AlreadyHeld(GuardError):
+    """{what} is held by {holder}"""
+
+    status = 423
+    type = "gpu_busy"
+    exit_code = 75
+
+
+class BadRequest(GuardError):
+    """{problem}"""
+
+    status = 400
+    type = "invalid_request_error"
+    exit_code = 64
+    retry = False
+
+
+class Unauthorised(GuardError):
+    """a valid API key is needed: Authorization: Bearer KEY, x-api-key: KEY, or the key as a Basic password"""
+
+    status = 401
+    type = "authentication_error"
+    exit_code = 77
+    retry = False
+
+
+class UnknownPath(GuardError):
+    """no such path: {path}{hint}"""
+
+    status = 404
+    type = "not_found_error"
+    exit_code = 64
+    retry = False
+
+
+class UnknownModel(GuardError):
+    """model {model} is not known here{hint}"""
+
+    status = 404
+    type = "not_found_error"
+    exit_code = 64
+    retry = False
+
+
+class MethodNotAllowed(GuardError):
+    """{method} is not possible here"""
+
+    status = 405
+    type = "invalid_request_error"
+    retry = False
+
+
+class HeadTimeout(GuardError):
+    """the request's header did not arrive in time"""
+
+    status = 408
+    type = "invalid_request_error"
+
+
+class BodyTooLarge(GuardError):
+    """the request's body is larger than {limit}{hint}"""
+
+    status = 413
+    type = "invalid_request_error"
+    retry = False
+
+
+class UnsupportedCoding(GuardError):
+    """request bodies in {coding} are not supported here{hint}"""
+
+    status = 415
+    type = "invalid_request_error"
+    retry = False
+
+
+class ExpectationFailed(GuardError):
+    """only 'Expect: 100-continue' can be met"""
+
+    status = 417
+    type = "invalid_request_error"
+    retry = False
+
+
+class GpuBusy(GuardError):
+    """{problem}
+
+    Somebody else holds the GPU, or a switch did not come in time. Never a 5xx or 429: to a coding agent those mean "try again".
+    """
+
+    status = 423
+    type = "gpu_busy"
+    exit_code = 75
+    retry = False
+
+
+class UpgradeRefused(GuardError):
+    """only plain HTTP/1.1 is spoken here
+
+    426 is the one answer that makes Codex turn from WebSocket to HTTP in the same turn.
+    """
+
+    status = 426
+    type = "invalid_request_error"
+    retry = False
+
+
+class HeadTooLarge(GuardError):
+    """the request's header is larger than {limit}"""
+
+    status = 431
+    type = "invalid_request_error"
+    retry = False
+
+
+class EngineFailed(GuardError):
+    """{problem}"""
+
+    status = 500
+    type = "engine_failed"
+    exit_code = 69
+    retry = False
+
+
+class HostDown(GuardError):
+    """{problem}"""
+
+    status = 502
+    type = "host_down"
+    exit_code = 69
+
+
+class EngineLost(GuardError):
+    """{problem}"""
+
+    status = 502
+    type = "engine_lost"
+    exit_code = 69
+
+
+class TooManyConnections(GuardError):
+    """too many connections are open"""
+
+    status = 503
+    type = "unavailable_error"
+
+
+class ShuttingDown(GuardError):
+    """this proxy is shutting down"""
+
+    status = 503
+    type = "unavailable_error"
+
+
+class AgentError(GuardError):
+    """{problem}
+
+    The agent on a box replied with an error, or did not reply.
+    """
+
+    exit_code = 69
+
+
+class ProtocolError(GuardError):
+    """{problem}
+
+    The other side broke HTTP: never shown to a client as it stands, since the text may name addresses.
+    """
+
+
+class PeerGone(GuardError):
+    """the other side closed the connection"""
+
+
+class ClientGone(GuardError):
+    """the client went away
+
+    Raised wherever its request is at that moment: queued, waiting for a silent engine, or streaming.
+    """
+
+
+class DeadlinePassed(GuardError):
+    """{problem}"""
+
+
+# ======================================================================================================================
+# 2  Small tools
+# ======================================================================================================================
+
+# ----- durations and sizes
+
+NEVER = float("inf")
+_DURATION_UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+_SIZE_UNITS = {"": 1, "B": 1}
+_SIZE_UNITS.update({p + "iB": 1024 ** n for n, p in enumerate("KMGT", 1)})
+_SIZE_UNITS.update({p + "B": 1000 ** n for n, p in enumerate("KMGT", 1)})
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?i?B?)")
+
+
+def duration(text: str | int | float) -> float:
+    """'15m', '1h30m', '500ms', 'never' or a number of seconds -> seconds; ValueError for anything else."""
+    if isinstance(text, (int, float)) and not isinstance(text, bool) and 0 <= text < NEVER:
+        return float(text)
+    if text == "never":
+        return NEVER
+    parts = _DURATION.findall(text) if isinstance(text, str) else []
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        raise ValueError("a duration looks like 30s, 15m, 1h30m or never")
+    return sum(float(number) * _DURATION_UNITS[unit] for number, unit in parts)
+
+
+def age(seconds: float) -> str:
+    """Seconds as people read them in a log: 34s, 1m0s, 2h5m."""
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return "%ds" % whole
+    if whole < 3600:
+        return "%dm%ds" % divmod(whole, 60)
+    return "%dh%dm" % divmod(whole // 60, 60)
+
+
+def size(text: str | int) -> int:
+    """'8GiB', '512 MiB', '10MB' or a number of bytes -> bytes; ValueError for anything else."""
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        return text
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
+    if not match or match.group(2) not in _SIZE_UNITS:
+        raise ValueError("a size looks like 512MiB or 8GiB")
+    return int(float(match.group(1)) * _SIZE_UNITS[match.group(2)])
+
+
+def size_text(count: float) -> str:
+    """Bytes as people read them: 512 MiB, 22.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return (f"{count:.1f}").replace(".0", "") + " " + unit
+        count /= 1024
+    raise AssertionError("not reached")
+
+
+# ----- time
+
+
+class Clock:
+    """The time, as everything below sees it; tests inject one that they move by hand."""
+
+    def now(self) -> float:
+        """Seconds since the epoch, for people and files."""
+        return time.time()
+
+    def monotonic(self) -> float:
+        """Seconds that never jump, for every window and deadline."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def wait(self, condition: threading.Condition, seconds: float) -> None:
+        """Wait, holding `condition`, until it is notified or the time is over."""
+        condition.wait(None if seconds == NEVER else max(0.0, seconds))
+
+
+def timestamp(seconds: float | None) -> str | None:
+    """Seconds since the epoch -> '2026-10-25T16:57:34Z'."""
+    return None if seconds is None else time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+# ----- the log
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+def printable(text: str) -> str:
+    """Text from outside made safe for one line of a log or a terminal: control characters are shown, not sent."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", text)
+
+
+_RETRY_BAIT = re.compile(
+    r"\b[1-5]\d\d\b|\bpid \d+|time(?:d )?-?out|connection (?:refused|reset)|overloaded|terminated|rate.?limit|too many requests",
+    re.IGNORECASE,
+)
+
+
+def client_safe(text: str) -> str:
+    """A text without what clients' retry patterns look for: bare status numbers and words such as "timeout" make some
+    coding agents try again for ever. The log keeps the original."""
+    return _RETRY_BAIT.sub("…", printable(text))
+
+
+class Log:
+    """One line per event on stderr. Nothing that happens to stderr (a full disk, a closed pipe) may stop the proxy."""
+
+    def __init__(self) -> None:
+        self.verbose = False
+        self.stamped = "JOURNAL_STREAM" not in os.environ  # journald stamps each line itself
+
+    def __call__(self, text: str) -> None:
+        stamp = time.strftime("%Y/%m/%d %H:%M:%S ") if self.stamped else ""
+        line = stamp + printable(text) + "\n"
+        try:
+            os.write(2, line.encode("utf-8", "backslashreplace"))
+        except OSError:
+            pass
+
+    def debug(self, text: str) -> None:
+        if self.verbose:
+            self(text)
+
+
+log = Log()
+
+
+# ----- this very file
+
+
+def own_hash() -> str:
+    """The sha256 of this file's content, in hex: tells which boxes run which copy."""
+    import hashlib
+
+    with open(os.path.abspath(__file__), "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()
+
+
+# ----- state files
+
+
+def state_folder(chosen: str | None = None) -> str:
+    """The folder of the state files: as chosen, or where the system says. It need not exist yet."""
+    env = os.environ.get
+    systemd = env("STATE_DIRECTORY", "").split(":")[0]
+    user = os.path.join(env("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"), "llmguard")
+    return os.path.abspath(chosen or env("LLMGUARD_STATE_DIR") or systemd or user)
+
+
+class StateFile:
+    """One JSON object on disk, `{"version": 1, …}`, that survives crashes, full disks and older or newer copies of llmguard.
+
+    A write goes to a temp file beside it, is synced, renamed over the old one, and the folder synced: a reader finds the
+    old content or the new one, never a mix. `problem` says why the last read or write failed, for /status.
+    """
+
+    VERSION = 1
+
+    def __init__(self, folder: str, name: str, clock: Clock | None = None) -> None:
+        self.path = os.path.join(folder, name)
+        self.problem: str | None = None
+        self._clock = clock or Clock()
+        self._foreign = False  # written by a newer llmguard: read as empty, never overwritten
+
+    def load(self) -> dict[str, Any]:
+        """The content; {} when there is none. A broken file is moved aside with a dated name, so that nothing is lost."""
+        try:
+            with open(self.path, "rb") as file:
+                content = json.loads(file.read().decode("utf-8"))
+            if not isinstance(content, dict) or not isinstance(content.get("version"), int):
+                raise ValueError("not an object with a version")
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, RecursionError) as error:
+            self._move_aside(error)
+            return {}
+        if content["version"] > self.VERSION:
+            self._foreign = True
+            self._fail("version %d is of a newer llmguard: left alone" % content["version"])
+            return {}
+        return content
+
+    def save(self, content: dict[str, Any]) -> bool:
+        """Write it all, or leave the old file as it is, say why in `problem` (logged once per streak) and return False."""
+        if self._foreign:
+            return False
+        text = json.dumps(dict(content, version=self.VERSION), indent=1, sort_keys=True) + "\n"
+        temp = "%s.%d.tmp" % (self.path, os.getpid())
+        try:
+            os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
+            try:
+                self._write(temp, text.encode())
+                os.replace(temp, self.path)
+            except OSError:
+                _remove(temp)
+                raise
+            _sync_folder(os.path.dirname(self.path))
+        except OSError as error:
+            self._fail(f"cannot be written: {error.strerror}")
+            return False
+        if self.problem:
+            log(f"{self.path}: written again")
+        self.problem = None
+        return True
+
+    def remove(self) -> None:
+        _remove(self.path)
+
+    @staticmethod
+    def _write(path: str, data: bytes) -> None:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            while data:
+                data = data[os.write(handle, data):]
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def _move_aside(self, error: Exception) -> None:
+        aside = "{}.broken-{}".format(self.path, time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(self._clock.now())))
+        try:
+            os.rename(self.path, aside)
+            self._fail(f"unreadable ({error}): moved to {os.path.basename(aside)}, treated as empty")
+        except OSError:
+            self._fail(f"unreadable ({error}), treated as empty")
+
+    def _fail(self, problem: str) -> None:
+        if self.problem != problem:
+            log(f"{self.path}: {problem}")
+        self.problem = problem
+
+
+def _remove(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError:
+        pass
+
+
+def _sync_folder(path: str) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class Lock:
+    """A kernel lock (flock) on a file. It dies with its holder; the text in the file only *names* the holder.
+
+    A stale, empty or foreign text is harmless. After waiting it is checked that the locked file is still the one at
+    that path, since somebody may have removed it meanwhile.
+    """
+
+    def __init__(self, path: str, what: str, clock: Clock | None = None) -> None:
+        self.path, self.what = path, what
+        self._clock = clock or Clock()
+        self._handle = -1
+
+    def acquire(self, seconds: float = 0.0) -> None:
+        """Take it within `seconds`; AlreadyHeld names who has it."""
+        import fcntl
+
+        deadline = self._clock.monotonic() + seconds
+        os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
+        while True:
+            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self._still_there(handle):
+                    self._handle = handle
+                    self._sign()
+                    return
+            except BlockingIOError:
+                if self._clock.monotonic() >= deadline:
+                    holder = self._holder(handle)
+                    os.close(handle)
+                    raise AlreadyHeld(what=self.what, holder=holder) from None
+            os.close(handle)
+            self._clock.sleep(0.05)
+
+    def release(self) -> None:
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+    def __enter__(self) -> Lock:
+        if self._handle < 0:
+            self.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _still_there(self, handle: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(handle), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def _sign(self) -> None:
+        text = json.dumps({"pid": os.getpid(), "what": self.what, "since": timestamp(self._clock.now())})
+        try:
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, text.encode(), 0)
+        except OSError:
+            pass  # the name is a courtesy: a full disk does not unlock anything
+
+    @staticmethod
+    def _holder(handle: int) -> str:
+        try:
+            holder = json.loads(os.pread(handle, 4096, 0))
+            return "%s (pid %d) since %s" % (holder["what"], holder["pid"], holder["since"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return "another process"
+
+
+# ----- other programs
+
+PIECE = 64 * 1024  # bytes read at once, from pipes and sockets
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How another program ended. `code` is None when it did not end in time, and was abandoned."""
+
+    code: int | None
+    out: bytes
+    err: bytes
+
+    @property
+    def complaint(self) -> str:
+        """The last line that it said about itself, for people."""
+        lines = (self.err or self.out).decode("utf-8", "replace").strip().splitlines()
+        return lines[-1].strip() if lines else f"exit code {self.code}"
+
+
+def run(
+    argv: Iterable[str], seconds: float, *, data: bytes = b"", env: dict[str, str] | None = None, limit: int = 1 << 20
+) -> Finished:
+    """Run a program without a shell: `data` on its stdin, at most `limit` bytes of each output kept. FileNotFoundError.
+
+    Not subprocess.run(timeout=): that kills and then waits, for ever when the child is stuck in the kernel. Here a child
+    that cannot be ended is left behind.
+    """
+    import selectors
+    import subprocess
+
+    deadline = time.monotonic() + seconds
+    pipe = subprocess.PIPE
+    child = subprocess.Popen(list(argv), stdin=pipe, stdout=pipe, stderr=pipe, env=env, close_fds=True)
+    assert child.stdin and child.stdout and child.stderr
+    outputs: dict[Any, bytearray] = {child.stdout: bytearray(), child.stderr: bytearray()}
+    left = memoryview(data)
+    with selectors.DefaultSelector() as waiting:
+        for stream in outputs:
+            waiting.register(stream, selectors.EVENT_READ)
+        if data:
+            os.set_blocking(child.stdin.fileno(), False)
+            waiting.register(child.stdin, selectors.EVENT_WRITE)
+        else:
+            child.stdin.close()
+        while waiting.get_map() and time.monotonic() < deadline:
+            for key, _ in waiting.select(max(0.0, deadline - time.monotonic())):
+                stream = key.fileobj
+                if stream is child.stdin:
+                    left = _feed(stream, left)
+                    done = not left
+                else:
+                    piece = os.read(key.fd, PIECE)
+                    outputs[stream] += piece[:limit - len(outputs[stream])]
+                    done = not piece
+                if done:
+                    waiting.unregister(stream)
+                    stream.close()
+    code = _end(child, deadline)
+    out, err = (bytes(output) for output in outputs.values())
+    return Finished(code, out, err)
+
+
+def _feed(stream: Any, data: memoryview) -> memoryview:
+    """Write what the pipe takes; a child that does not read is its own problem."""
+    try:
+        return data[os.write(stream.fileno(), data):]
+    except BlockingIOError:
+        return data
+    except OSError:
+        return memoryview(b"")
+
+
+def _end(child: Any, deadline: float) -> int | None:
+    """Its exit code once it ends by the deadline; else it is killed, given a second, and left behind (None)."""
+    import subprocess
+
+    late = False
+    try:
+        child.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        late = True
+        child.kill()
+        try:
+            child.wait(1.0)
+        except subprocess.TimeoutExpired:
+            pass
+    for stream in (child.stdin, child.stdout, child.stderr):
+        stream.close()
+    code: int | None = child.returncode
+    return None if late else code
+
+
+# ======================================================================================================================
+# 3  HTTP client
+# ======================================================================================================================
+# HTTP/1.1 syntax by RFC 9112, strict in both directions and used by both sides, and one small keep-alive client.
+# Sockets are non-blocking and every wait is a poll with a deadline: no thread can hang on a silent peer, and a second
+# connection can be watched meanwhile (the client that left while its engine still thinks).
+
+MAX_HEAD = 64 * 1024  # bytes of a header block, request or response
+STALL = 600.0  # seconds that a peer may take no byte at all before it counts as gone
+
+_TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+_FIELD = re.compile(rf"({_TOKEN}):([^\x00-\x08\x0a-\x1f\x7f]*)\r\n")
+_DIGITS = re.compile(r"[0-9]{1,18}")  # not int(): that takes 1_0, +5 and blanks
+_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[^\x00-\x08\x0a-\x1f\x7f]*)?")
+_STATUS_LINE = re.compile(r"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: ([^\x00-\x08\x0a-\x1f\x7f]*))?")
+
+HOP_BY_HOP = frozenset(
+    "connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding upgrade "
+    "http2-settings".split()
+)
+
+
+class Fields:
+    """The header fields of one message, in order and as sent; looked up in lower case."""
+
+    __slots__ = ("items", "_by_name")
+
+    def __init__(self, block: str) -> None:
+        """`block`: lines that each end in CRLF, without the empty one. ProtocolError for anything RFC 9112 rules out:
+        folded lines, blanks before the colon, bare CR or LF, NUL."""
+        items = _FIELD.findall(block)
+        if sum(map(len, (part for item in items for part in item))) + 3 * len(items) != len(block):
+            raise ProtocolError("malformed header field")
+        self.items: list[tuple[str, str]] = [(name, value.strip(" \t")) for name, value in items]
+        by_name: dict[str, str] = {}
+        for name, value in self.items:
+            name = name.lower()
+            if name in by_name:
+                if name in ("host", "content-length", "transfer-encoding"):
+                    raise ProtocolError(f"repeated {name}")
+                value = by_name[name] + ", " + value
+            by_name[name] = value
+        self._by_name = by_name
+
+    def get(self, name: str) -> str:
+        """The value ("" when absent); repeated fields are joined with a comma."""
+        return self._by_name.get(name, "")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    def has_token(self, name: str, token: str) -> bool:
+        """Is `token` one of the comma-separated words of that field?"""
+        value = self._by_name.get(name)
+        return value is not None and token in [word.strip().lower() for word in value.split(",")]
+
+    def end_to_end(self, without: frozenset[str]) -> list[tuple[str, str]]:
+        """What may travel on: not hop-by-hop, not named by Connection, not in `without` (lower case)."""
+        named = self._by_name.get("connection")
+        if named:
+            without = without.union(word.strip().lower() for word in named.split(","))
+        return [item for item in self.items if item[0].lower() not in without]
+
+
+CHUNKED = -1  # as a body's length: chunked
+UNTIL_CLOSE = -2  # as a body's length: whatever comes until the peer closes
+
+
+def body_length(fields: Fields, default: int, version: int = 1) -> int:
+    """How long a message's body is: bytes, CHUNKED, or `default` when nothing says. ProtocolError for what could be read
+    in two ways (request smuggling), or a coding other than chunked. `version` is the minor one: HTTP/1.0 has no chunks."""
+    coding = fields.get("transfer-encoding")
+    length = fields.get("content-length")
+    if "transfer-encoding" in fields:
+        if "content-length" in fields:
+            raise ProtocolError("both Content-Length and Transfer-Encoding")
+        if coding.lower() != "chunked" or version == 0:
+            raise ProtocolError("transfer coding other than chunked")
+        return CHUNKED
+    if "content-length" not in fields:
+        return default
+    if not _DIGITS.fullmatch(length):
+        raise ProtocolError("malformed Content-Length")
+    return int(length)
+
+
+class Chunked:
+    """An incremental decoder of the chunked coding: bytes in, payload out, whatever the cuts."""
+
+    __slots__ = ("done", "rest", "_pending", "_left", "_trailer")
+    MAX_LINE = 4096
+
+    def __init__(self) -> None:
+        self.done = False
+        self.rest = b""  # once done: what came after the body
+        self._pending = b""  # an unfinished line
+        self._left = 0  # bytes of the current chunk still to come, its CRLF included; 0: a size line is due
+        self._trailer = -1  # bytes of trailer fields seen; -1: the last chunk has not come
+
+    def feed(self, data: bytes) -> bytes:
+        """The payload in `data`; ProtocolError when it is not the chunked coding."""
+        if self._pending:
+            data = self._pending + data
+            self._pending = b""
+        payload = []
+        at, end = 0, len(data)
+        while at < end:
+            if self._left > 2:  # inside a chunk
+                take = min(self._left - 2, end - at)
+                payload.append(data[at:at + take])
+                at += take
+                self._left -= take
+            elif self._left:  # the CRLF after a chunk
+                if data[at] != (13 if self._left == 2 else 10):
+                    raise ProtocolError("a chunk is longer than its size says")
+                at += 1
+                self._left -= 1
+            else:
+                line_end = data.find(b"\n", at)
+                if line_end < 0:
+                    if end - at > self.MAX_LINE:
+                        raise ProtocolError("an endless line in a chunked body")
+                    self._pending = data[at:]
+                    break
+                if line_end == at or data[line_end - 1] != 13:
+                    raise ProtocolError("a bare LF in a chunked body")
+                self._line(data[at:line_end - 1])
+                at = line_end + 1
+                if self.done:
+                    self.rest = data[at:]
+                    break
+        return payload[0] if len(payload) == 1 else b"".join(payload)
+
+    def _line(self, line: bytes) -> None:
+        if self._trailer >= 0:
+            if not line:
+                self.done = True
+            elif self._trailer + len(line) > MAX_HEAD or not _FIELD.fullmatch(line.decode("latin-1") + "\r\n"):
+                raise ProtocolError("malformed trailer")
+            self._trailer += len(line)
+            return
+        match = _CHUNK_SIZE.fullmatch(line)
+        if not match:
+            raise ProtocolError("malformed chunk size")
+        count = int(match.group(1), 16)
+        if count:
+            self._left = count + 2
+        else:
+            self._trailer = 0
+
+    @property
+    def between_chunks(self) -> bool:
+        return not self._left and not self._pending
+
+
+class Wire:
+    """A connected, non-blocking socket with a read buffer. Every wait has a deadline (monotonic seconds)."""
+
+    __slots__ = ("sock", "buffer", "idle_since", "used", "_poll", "_watching", "_pair")
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        if sock.family != getattr(socket, "AF_UNIX", None):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock = sock
+        self.buffer = b""
+        self.idle_since = 0.0
+        self.used = 0  # exchanges served so far
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._watching: Wire | None = None
+        self._pair: Any = None
+
+    def fill(self, deadline: float, watched: Wire | None = None) -> bool:
+        """Read once into the buffer; False at the end of the stream. DeadlinePassed at the deadline; ClientGone when the
+        watched connection closes first."""
+        data = self.read(deadline, watched)
+        self.buffer = self.buffer + data if self.buffer else data
+        return bool(data)
+
+    def read(self, deadline: float, watched: Wire | None = None) -> bytes:
+        """What has come, at most PIECE bytes, waiting for the first; b"" at the end of the stream or a reset."""
+        while True:
+            try:
+                self.wait(deadline, watched)
+                return self.sock.recv(PIECE)
+            except BlockingIOError:
+                continue
+            except (ConnectionError, TimeoutError, OSError):
+                return b""
+
+    def wait(self, deadline: float, watched: Wire | None = None) -> None:
+        """Until there is something to read. While waiting, what the watched client sends ahead goes to its buffer."""
+        if watched is None:
+            if not self._poll.poll(_poll_time(deadline)):
+                raise DeadlinePassed("no answer in time")
+            return
+        if self._watching is not watched:
+            self._watching, self._pair = watched, select.poll()
+            self._pair.register(self.sock, select.POLLIN)
+            self._pair.register(watched.sock, select.POLLIN)
+        mine = self.sock.fileno()
+        while True:
+            ready = self._pair.poll(_poll_time(deadline))
+            if not ready:
+                raise DeadlinePassed("no answer in time")
+            for number, _ in ready:
+                if number != mine and not watched.look(self._pair):
+                    raise ClientGone()
+            if len(ready) > 1 or ready[0][0] == mine:
+                return
+
+    def look(self, poller: Any = None) -> bool:
+        """Is the peer still there? What it sent ahead is kept; past a bound it is left in the kernel, unwatched."""
+        try:
+            data = self.sock.recv(PIECE)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        self.buffer += data
+        if len(self.buffer) > PIECE and poller is not None:
+            poller.modify(self.sock, 0)  # only hang-ups from here on
+        return bool(data)
+
+    def fresh(self) -> bool:
+        """May this idle connection carry another exchange? Nothing may have come on it, least of all an end."""
+        try:
+            self.sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    def write(self, data: Any, stall: float = STALL, heed: bool = False) -> None:
+        """Send it all (bytes or a memoryview); PeerGone when the peer is gone or takes nothing for `stall` seconds, and with
+        `heed` also when it answers instead of taking more."""
+        try:
+            sent = self.sock.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            raise PeerGone() from None
+        if sent < len(data):
+            self._write_rest(memoryview(data)[sent:], stall, heed)
+
+    def _write_rest(self, data: memoryview, stall: float, heed: bool) -> None:
+        room = select.poll()
+        room.register(self.sock, select.POLLOUT | (select.POLLIN if heed else 0))
+        try:
+            while data:
+                ready = room.poll(stall * 1000)
+                if not ready or not ready[0][1] & select.POLLOUT:
+                    raise PeerGone()
+                try:
+                    data = data[self.sock.send(data):]
+                except BlockingIOError:
+                    pass
+        except OSError:
+            raise PeerGone() from None
+
+    def head(self, deadline: float, watched: Wire | None = None) -> str:
+        """The next header block with its start line, without the empty line; "" when the peer closed before a byte came.
+        HeadTooLarge, PeerGone (closed in the midst), DeadlinePassed."""
+        while True:
+            end = self.buffer.find(b"\r\n\r\n")
+            if end >= 0:
+                block = self.buffer[:end + 2].decode("latin-1")
+                self.buffer = self.buffer[end + 4:]
+                if len(block) > MAX_HEAD:
+                    raise HeadTooLarge(limit=size_text(MAX_HEAD))
+                return block
+            if len(self.buffer) > MAX_HEAD:
+                raise HeadTooLarge(limit=size_text(MAX_HEAD))
+            if not self.fill(deadline, watched):
+                if self.buffer:
+                    raise PeerGone()
+                return ""
+
+    def forget(self) -> None:
+        """Let go of the client that was watched."""
+        self._watching = self._pair = None
+
+    def close(self) -> None:
+        try:
+            self.sock.close()
+        except OSError:
+            pass
+
+
+def _poll_time(deadline: float) -> float | None:
+    """A deadline as poll's timeout in milliseconds; rounded up, so that it is over when poll returns empty-handed."""
+    return None if deadline == NEVER else max(0.0, (deadline - time.monotonic()) * 1000)
+
+
+class Body:
+    """Reads one message's body from a wire, piece by piece, in whichever of the three framings it comes."""
+
+    __slots__ = ("wire", "length", "left", "chunks", "complete")
+
+    def __init__(self, wire: Wire, length: int) -> None:
+        self.wire, self.length = wire, length
+        self.left = length
+        self.chunks = Chunked() if length == CHUNKED else None
+        self.complete = length == 0
+
+    def read(self, deadline: float, watched: Wire | None = None) -> bytes:
+        """Some of the payload; b"" once, and only once, it is `complete`. PeerGone when it was cut short."""
+        wire = self.wire
+        while not self.complete:
+            if wire.buffer:
+                data, wire.buffer = wire.buffer, b""
+            else:
+                data = wire.read(deadline, watched)
+                if not data:
+                    if self.length != UNTIL_CLOSE:
+                        raise PeerGone()
+                    self.complete = True
+                    return b""
+            if self.chunks is not None:
+                data = self.chunks.feed(data)
+                if self.chunks.done:
+                    self.complete = True
+                    wire.buffer = self.chunks.rest
+            elif self.length >= 0:
+                if len(data) > self.left:
+                    data, wire.buffer = data[:self.left], data[self.left:]
+                self.left -= len(data)
+                self.complete = not self.left
+            if data:
+                return data
+        return b""
+
+    def all(self, deadline: float, limit: int, watched: Wire | None = None) -> bytes:
+        """The whole payload, at most `limit` bytes of it."""
+        pieces: list[bytes] = []
+        total = 0
+        while total <= limit:
+            data = self.read(deadline, watched)
+            if not data:
+                return b"".join(pieces)
+            pieces.append(data)
+            total += len(data)
+        raise BodyTooLarge(limit=size_text(limit), hint="")
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where an engine answers. `base` is put before every path."""
+
+    host: str
+    port: int
+    base: str = ""
+
+    @property
+    def authority(self) -> str:
+        return ("[%s]:%d" if ":" in self.host else "%s:%d") % (self.host, self.port)
+
+    @classmethod
+    def of_url(cls, url: str) -> Address:
+        """'http://[::1]:8080/base' -> Address; ValueError says what is wrong with it."""
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname or parts.query or parts.username is not None:
+            raise ValueError("an address looks like http://127.0.0.1:8080")
+        return cls(parts.hostname, parts.port or 80, parts.path.rstrip("/"))
+
+
+class Pool:
+    """Connections to one engine. Idle ones are kept: llama-server closes them after 5 s and after 100 exchanges."""
+
+    IDLE = 4.0
+    KEPT = 128
+    PER_ADDRESS = 3.0  # seconds before an address that swallows the SYN is given up for the next one
+    REMEMBERED = 30.0  # seconds that the name's resolution, and the address that worked, are believed
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self._idle: deque[Wire] = deque()
+        self._found: list[Any] = []
+        self._found_until = 0.0
+
+    def take(self) -> Wire | None:
+        """A kept connection that is still good, or None."""
+        while True:
+            try:
+                wire = self._idle.pop()
+            except IndexError:
+                return None
+            if time.monotonic() - wire.idle_since < self.IDLE and wire.fresh():
+                return wire
+            wire.close()
+
+    def give(self, wire: Wire) -> None:
+        """Take back a connection whose exchange is complete."""
+        now = wire.idle_since = time.monotonic()
+        wire.forget()
+        self._idle.append(wire)
+        while self._idle and (len(self._idle) > self.KEPT or now - self._idle[0].idle_since > self.IDLE):
+            try:
+                self._idle.popleft().close()
+            except IndexError:
+                return
+
+    def connect(self, deadline: float, watched: Wire | None = None) -> Wire:
+        """A new connection; all resolved addresses are tried in order (localhost may be ::1 first). EngineLost when none
+        answers: its `refused` tells that nobody listens there."""
+        refused, last = True, "name not found"
+        for entry in self._resolve():
+            family, kind, proto, _, where = entry
+            sock = socket.socket(family, kind, proto)
+            try:
+                _connect(sock, where, min(deadline, time.monotonic() + self.PER_ADDRESS), watched)
+            except OSError as problem:
+                sock.close()
+                refused = refused and isinstance(problem, ConnectionRefusedError)
+                last = problem.strerror or "no answer"
+                continue
+            except BaseException:
+                sock.close()
+                raise
+            if self._found[0] is not entry:
+                self._found = [entry] + [other for other in self._found if other is not entry]
+            return Wire(sock)
+        self._found_until = 0.0
+        error = EngineLost("the engine does not answer")
+        error.fields.update(refused=refused, detail=f"{self.address.authority}: {last}")
+        raise error
+
+    def _resolve(self) -> list[Any]:
+        now = time.monotonic()
+        if now >= self._found_until:
+            try:
+                self._found = socket.getaddrinfo(self.address.host, self.address.port, type=socket.SOCK_STREAM)
+            except OSError:
+                return []
+            self._found_until = now + self.REMEMBERED
+        return self._found
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+
+def _connect(sock: socket.socket, where: Any, deadline: float, watched: Wire | None) -> None:
+    """Connect within the deadline; OSError says why not, ClientGone when the watched client left meanwhile."""
+    sock.setblocking(False)
+    try:
+        sock.connect(where)
+        return
+    except BlockingIOError:
+        pass
+    poller = select.poll()
+    poller.register(sock, select.POLLOUT)
+    if watched is not None:
+        poller.register(watched.sock, select.POLLIN)
+    while True:
+        ready = poller.poll(_poll_time(deadline))
+        if not ready:
+            raise TimeoutError(errno.ETIMEDOUT, "no answer")
+        for number, _ in ready:
+            if number != sock.fileno() and watched is not None and not watched.look(poller):
+                raise ClientGone()
+            if number == sock.fileno():
+                error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if error == errno.ECONNREFUSED:
+                    raise ConnectionRefusedError(error, "connection refused")
+                if error:
+                    raise OSError(error, os.strerror(error))
+                return
+
+
+class Response:
+    """The head of one response, read from a wire, and the body behind it."""
+
+    __slots__ = ("status", "reason", "fields", "body", "reusable")
+
+    def __init__(self, wire: Wire, method: str, deadline: float, watched: Wire | None = None) -> None:
+        """Interim answers (1xx) are skipped, all of them: taking a 103 for the answer would be off by one ever after.
+        PeerGone when the connection ends before a whole head."""
+        while True:
+            block = wire.head(deadline, watched)
+            line, _, rest = block.partition("\r\n")
+            if not line:
+                raise PeerGone()
+            match = _STATUS_LINE.fullmatch(line)
+            if not match:
+                raise ProtocolError("malformed status line")
+            self.status = int(match.group(2))
+            if self.status >= 200:
+                break
+            if self.status == 101:
+                raise ProtocolError("protocol switch that nobody asked for")
+        self.reason = match.group(3) or ""
+        self.fields = Fields(rest)
+        minor = int(match.group(1))
+        length = body_length(self.fields, UNTIL_CLOSE, minor)
+        if method == "HEAD" or self.status in (204, 304):
+            length = 0
+        self.body = Body(wire, length)
+        self.reusable = minor == 1 and length != UNTIL_CLOSE and not self.fields.has_token("connection", "close")
+
+    @property
+    def is_event_stream(self) -> bool:
+        return self.fields.get("content-type").split(";")[0].strip().lower() == "text/event-stream"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A whole response, for callers that need no stream."""
+
+    status: int
+    fields: Fields
+    body: bytes
+
+    def json(self) -> Any:
+        """The body as JSON, None when it is none."""
+        try:
+            return json.loads(self.body)
+        except (ValueError, RecursionError):
+            return None
+
+
+def request_head(method: str, target: str, fields: Iterable[tuple[str, str]]) -> bytes:
+    """A request's header block. The names and values must have come from Fields, or be our own."""
+    return ("{} {} HTTP/1.1\r\n{}\r\n".format(method, target, "".join(["{}: {}\r\n".format(*item) for item in fields]))).encode("latin-1")
+
+
+def request(
+    pool: Pool, method: str, path: str, *, body: Any = None, key: str = "", seconds: float = 10.0, limit: int = 16 << 20
+) -> Reply:
+    """One exchange on a fresh connection that is closed after it; `body` is sent as JSON.
+
+    EngineLost when nobody answers, DeadlinePassed, ProtocolError, PeerGone, BodyTooLarge above `limit` bytes.
+    """
+    data = b"" if body is None else json.dumps(body).encode()
+    fields = [("Host", pool.address.authority), ("Connection", "close"), ("Accept", "*/*")]
+    if data:
+        fields += [("Content-Type", "application/json")]
+    if data or method == "POST":
+        fields += [("Content-Length", str(len(data)))]
+    if key:
+        fields += [("Authorization", "Bearer " + key)]
+    deadline = time.monotonic() + seconds
+    wire = pool.connect(deadline)
+    try:
+        wire.write(request_head(method, pool.address.base + path, fields) + data, seconds)
+        response = Response(wire, method, deadline)
+        return Reply(response.status, response.fields, response.body.all(deadline, limit))
+    finally:
+        wire.close()
+
+
+# ======================================================================================================================
+# 4  Configuration
+# ======================================================================================================================
+# One table describes each kind of section: a dataclass whose fields carry a reader. Reading collects every problem with
+# its key path before it gives up, so that a file is mended in one go.
+
+CONFIG_NAMES = ("llmguard.toml", "llmguard.json")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def _key(read: Callable[[Any], Any], default: Any = MISSING, make: Any = MISSING) -> Any:
+    """A field of a configuration section; `read` turns the file's value into ours, ValueError says what is wrong."""
+    if make is not MISSING:
+        return field(default_factory=make, metadata={"read": read})
+    return field(default=default, metadata={"read": read})
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value or _CONTROL.search(value):
+        raise ValueError("a text is due")
+    return value
+
+
+def _secret(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[\x21-\x7e]*", value):
+        raise ValueError("a key is printable ASCII without blanks")
+    return value
+
+
+def _secrets(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise ValueError("a list of keys is due")
+    for entry in value:
+        if not _secret(entry):
+            raise ValueError("an empty key would let everybody in: remove it")
+    return tuple(value)
+
+
+def _key_file(value: Any) -> str:
+    path = os.path.expanduser(_text(value))
+    if not os.access(path, os.R_OK):
+        raise ValueError(f"cannot be read: {path}")
+    return path
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("true or false is due")
+    return value
+
+
+def _number(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError("a number from 1 is due")
+    return value
+
+
+def _port(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 65536:
+        raise ValueError("a port from 1 to 65535 is due")
+    return value
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise ValueError("a list of texts is due")
+    return tuple(_text(entry) for entry in value)
+
+
+def _command(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        raise ValueError('a list of words is due, as in ["llama-server", "--port", "{port}"]: no shell reads it')
+    if not _texts(value):
+        raise ValueError("the command is empty")
+    return tuple(value)
+
+
+def _one_of(*words: str) -> Callable[[Any], str]:
+    def read(value: Any) -> str:
+        if value not in words:
+            raise ValueError("one of {} is due".format(", ".join(words)))
+        return str(value)
+
+    return read
+
+
+def _gpus(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value):
+        raise ValueError("a list of GPU numbers is due, as in [0]")
+    return tuple(value)
+
+
+def _mac(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"(?:[0-9a-fA-F]{2}[:-]){5}[0-9a-fA-F]{2}", value):
+        raise ValueError("a MAC address looks like aa:bb:cc:dd:ee:ff")
+    return value.replace("-", ":").lower()
+
+
+def _unit(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9:_.@\\-]+", value) or value.startswith("-"):
+        raise ValueError("a systemd unit's name is due")
+    return value if value.endswith(".service") else value + ".service"
+
+
+def host_port(value: Any) -> tuple[str, int]:
+    """'127.0.0.1:8080', '[::]:8080', 'localhost:0' -> (host, port); ValueError for a bare IPv6 address."""
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%\w]+)\]|([^\[\]:\s]*)):(\d{1,5})", value) if isinstance(value, str) else None
+    if not match or int(match.group(3)) > 65535:
+        raise ValueError("an address with a port looks like 127.0.0.1:8080 or [::1]:8080")
+    return match.group(1) or match.group(2) or "0.0.0.0", int(match.group(3))
+
+
+def _address(value: Any) -> str:
+    """A host without a port; brackets around an IPv6 address are taken off, a zone (%eth0) is kept."""
+    text = _text(value)
+    bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    if ":" in bare:
+        import ipaddress
+
+        try:
+            ipaddress.IPv6Address(bare)
+        except ValueError:
+            raise ValueError(f"{text} is no address without a port: the port goes to the engine") from None
+        groups = bare.split("%")[0].split(":")
+        if bare == text and "::" in bare and re.fullmatch(r"\d{4,5}", groups[-1]) and int(groups[-1]) >= 1024:
+            raise ValueError(f"{text} is ambiguous: write [{text}], and put a port to the engine")
+    elif not re.fullmatch(r"[A-Za-z0-9._-]+", bare):
+        raise ValueError("a host name or an IP address is due")
+    return bare
+
+
+def _refusals(value: Any) -> dict[str, int]:
+    if not isinstance(value, dict) or not all(isinstance(n, int) and 400 <= n < 600 for n in value.values()):
+        raise ValueError("a table is due: User-Agent prefix = status from 400 to 599")
+    return dict(value)
+
+
+def _models(value: Any) -> str | dict[str, str]:
+    """'auto', a list of names, or a table public = upstream -> 'auto' or {public: upstream}."""
+    if value == "auto":
+        return "auto"
+    if isinstance(value, dict):
+        return {_text(public): _text(upstream) for public, upstream in value.items()}
+    if isinstance(value, list):
+        names: dict[str, str] = {}
+        for entry in value:
+            for public, upstream in entry.items() if isinstance(entry, dict) else [(entry, entry)]:
+                names[_text(public)] = _text(upstream)
+        return names
+    raise ValueError('a list of names, a table public = "upstream" or "auto" is due')
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """A model server that a host can run: exactly one of `unit`, `command` and `url`."""
+
+    name: str = ""
+    unit: str | None = _key(_unit, None)
+    scope: str = _key(_one_of("user", "system"), "user")
+    command: tuple[str, ...] | None = _key(_command, None)
+    url: Address | None = _key(Address.of_url, None)
+    port: int | None = _key(_port, None)
+    start_timeout: float = _key(duration, 600.0)
+    vram: int | None = _key(size, None)
+    api_key: str = _key(_secret, "")
+    on_cpu: str = _key(_one_of("restart", "warn"), "restart")
+    models: str | dict[str, str] = _key(_models, make=dict)
+
+    @property
+    def managed(self) -> bool:
+        """Do we start and stop it?"""
+        return self.url is None
+
+
+def _queue(value: Any) -> dict[str, Any]:
+    allowed = ("path", "running", "waiting", "log", "settle", "pattern")
+    table = {"path": value} if isinstance(value, str) else value
+    if not isinstance(table, dict) or not isinstance(table.get("path"), str) or not set(table) <= set(allowed):
+        raise ValueError("a folder is due, or a table with {}".format(", ".join(allowed)))
+    return dict(table, settle=duration(table.get("settle", "2m")))
+
+
+@dataclass(frozen=True)
+class HostConfig:
+    """One GPU lane on one box."""
+
+    name: str = ""
+    ssh: str | None = _key(_text, None)
+    address: str = _key(_address, "")
+    tunnel: bool = _key(_flag, False)
+    job_queue: dict[str, Any] | None = _key(_queue, None)
+    owner_check: tuple[str, ...] | None = _key(_command, None)
+    bench_port: int | None = _key(_port, None)
+    gpus: tuple[int, ...] | None = _key(_gpus, None)
+    ignore: tuple[str, ...] = _key(_texts, ())
+    owner_min: int = _key(size, 512 << 20)
+    unexplained: str = _key(_one_of("owner", "ignore"), "owner")
+    python: str = _key(_text, "python3")
+    sudo: bool = _key(_flag, False)
+    mac: str | None = _key(_mac, None)
+    engines: dict[str, EngineConfig] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ProxyConfig:
+    listen: tuple[str, int] = _key(host_port, ("127.0.0.1", 8080))
+    api_keys: tuple[str, ...] = _key(_secrets, ())
+    api_keys_file: str | None = _key(_key_file, None)
+    admin_keys: tuple[str, ...] = _key(_secrets, ())
+    idle_stop: float = _key(duration, 900.0)
+    tick: float = _key(duration, 30.0)
+    handover: float = _key(duration, 30.0)
+    queue_timeout: float = _key(duration, 600.0)
+    stream_keepalive: float = _key(duration, 15.0)
+    max_body: int = _key(size, 256 << 20)
+    max_connections: int = _key(_number, 512)
+    drain_timeout: float = _key(duration, 600.0)
+    refusal_status: dict[str, int] = _key(_refusals, make=lambda: {"codex": 400})
+
+
+@dataclass(frozen=True)
+class Config:
+    """All of it. `path` is None when there is no file."""
+
+    proxy: ProxyConfig = field(default_factory=ProxyConfig)
+    hosts: dict[str, HostConfig] = field(default_factory=dict)
+    path: str | None = None
+    warnings: tuple[str, ...] = ()
+
+
+class _Problems(list):  # type: ignore[type-arg]
+    """What is wrong with a file, one line each."""
+
+    def add(self, path: str, problem: str) -> None:
+        self.append(f"{path}: {problem}")
+
+    def unknown(self, path: str, wrong: str, known: Iterable[str]) -> None:
+        self.add(path, f"unknown key{did_you_mean(wrong, known)}")
+
+
+def did_you_mean(wrong: str, known: Iterable[str], count: int = 1) -> str:
+    """', did you mean X?' with the nearest of the known words, or ''."""
+    import difflib
+
+    near = difflib.get_close_matches(wrong, list(known), count, 0.5)
+    return ", did you mean {}?".format(" or ".join(near)) if near else ""
+
+
+def _section(kind: Any, table: Any, path: str, problems: _Problems, **given: Any) -> Any:
+    """A table of the file -> a value of that dataclass; what is wrong is added to the problems."""
+    readers = {f.name: f.metadata["read"] for f in dataclass_fields(kind) if "read" in f.metadata}
+    values = dict(given)
+    for key, value in table.items():
+        if key == "engines" and "engines" in given:
+            continue
+        if key not in readers:
+            problems.unknown(f"{path}.{key}", key, [*readers, *(name for name in given if name != "name")])
+            continue
+        try:
+            values[key] = readers[key](value)
+        except ValueError as error:
+            problems.add(f"{path}.{key}", str(error))
+    return kind(**values)
+
+
+def _table(value: Any, path: str, problems: _Problems) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return value
+    problems.add(path, "a table is due")
+    return {}
+
+
+def _engine(name: str, table: dict[str, Any], path: str, problems: _Problems) -> EngineConfig:
+    engine: EngineConfig = _section(EngineConfig, dict(table), path, problems, name=name)
+    kinds = [kind for kind in ("unit", "command", "url") if kind in table]
+    if len(kinds) > 1:
+        problems.add(path, "only one of unit, command and url is possible, not {}".format(" and ".join(kinds)))
+    if not kinds:
+        engine = replace(engine, unit=f"llm-engine-{name}.service")
+    if engine.url is None and "url" not in table and engine.port is None and "port" not in table:
+        problems.add(path + ".port", "missing: the port that the engine listens on")
+    if "models" not in table:
+        problems.add(path + ".models", 'missing: the names that clients ask for, or "auto"')
+    return engine
+
+
+def _host(name: str, table: dict[str, Any], path: str, problems: _Problems) -> HostConfig:
+    engines = {}
+    for engine, entry in _table(table.get("engines", {}), path + ".engines", problems).items():
+        where = f"{path}.engines.{engine}"
+        if not _NAME.fullmatch(engine):
+            problems.add(where, "a name has letters, digits, '.', '_' and '-'")
+        engines[engine] = _engine(engine, _table(entry, where, problems), where, problems)
+    host: HostConfig = _section(HostConfig, table, path, problems, name=name, engines=engines)
+    if not engines:
+        problems.add(path + ".engines", "missing: a host needs at least one engine")
+    if not host.address:
+        if host.ssh and not host.tunnel and "address" not in table:
+            problems.add(path + ".address", f"missing: where the engines of {host.ssh} answer (or tunnel = true)")
+        host = replace(host, address="127.0.0.1")
+    ports: dict[int, str] = {}
+    for engine_name, config in engines.items():
+        if config.managed and config.port:
+            if config.port in ports:
+                problems.add(f"{path}.engines.{engine_name}.port", f"taken by engine {ports[config.port]}")
+            elif config.port == host.bench_port:
+                problems.add(f"{path}.engines.{engine_name}.port", "is the bench_port of this host")
+            ports[config.port] = engine_name
+    return host
+
+
+def parse_config(data: Any, path: str | None = None) -> Config:
+    """A whole configuration as parsed from TOML or JSON -> Config; ConfigError lists everything that is wrong with it."""
+    problems = _Problems()
+    top = _table(data, "the file", problems)
+    for key in top:
+        if key not in ("proxy", "hosts"):
+            problems.unknown(key, key, ("proxy", "hosts"))
+    proxy: ProxyConfig = _section(ProxyConfig, _table(top.get("proxy", {}), "proxy", problems), "proxy", problems)
+    hosts = {}
+    for name, table in _table(top.get("hosts", {}), "hosts", problems).items():
+        where = f"hosts.{name}"
+        if not _NAME.fullmatch(name):
+            problems.add(where, "a name has letters, digits, '.', '_' and '-'")
+        hosts[name] = _host(name, _table(table, where, problems), where, problems)
+    if not hosts:
+        problems.add("hosts", "missing: at least one host, as in [hosts.here]")
+    seen: dict[str, str] = {}
+    for host in hosts.values():
+        for engine in host.engines.values():
+            for model in engine.models if isinstance(engine.models, dict) else ():
+                where = f"hosts.{host.name}.engines.{engine.name}.models"
+                if model in seen:
+                    problems.add(where, f"{model} is a model of {seen[model]} already")
+                seen[model] = where
+    if proxy.api_keys_file:
+        with open(proxy.api_keys_file, encoding="utf-8") as file:
+            lines = [line.strip() for line in file]
+        keys = tuple(line for line in lines if line and not line.startswith("#"))
+        if not keys:
+            problems.add("proxy.api_keys_file", "no key in it")
+        proxy = replace(proxy, api_keys=proxy.api_keys + keys)
+    if problems:
+        where_file = f"{path}: " if path else ""
+        raise ConfigError("\n".join(where_file + printable(problem) for problem in problems))
+    return Config(proxy, hosts, path, tuple(_warnings(proxy)))
+
+
+def _warnings(proxy: ProxyConfig) -> Iterator[str]:
+    if not is_loopback(proxy.listen[0]) and not proxy.api_keys:
+        yield f"proxy.listen: {Address(*proxy.listen).authority} is open to the network and there are no api_keys: anybody who reaches it can use it"
+
+
+def is_loopback(host: str) -> bool:
+    """127/8, ::1 (v4-mapped too) and localhost."""
+    import ipaddress
+
+    try:
+        address = ipaddress.ip_address(host.split("%")[0])
+    except ValueError:
+        return host == "localhost"
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+def config_path(chosen: str | None = None) -> str | None:
+    """The configuration file: as chosen, or the first found where the design says; None when there is none."""
+    if chosen or os.environ.get("LLMGUARD_CONFIG"):
+        return chosen or os.environ["LLMGUARD_CONFIG"]
+    user = os.path.join(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config"), "llmguard")
+    for folder in (".", user, "/etc/llmguard"):
+        for name in CONFIG_NAMES:
+            if os.path.exists(os.path.join(folder, name)):
+                return os.path.join(folder, name)
+    return None
+
+
+def load_config(path: str) -> Config:
+    """Read a .toml or .json file. ConfigError names the file, and the key or the line of each mistake."""
+    try:
+        with open(path, "rb") as file:
+            raw = file.read()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    try:
+        if path.endswith(".toml"):
+            return parse_config(_toml(raw.decode("utf-8")), path)
+        if path.endswith(".json"):
+            return parse_config(json.loads(raw.decode("utf-8")), path)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    raise ConfigError(f"{path}: the name must end in .toml or .json")
+
+
+def _toml(text: str) -> Any:
+    try:
+        import tomllib
+    except ModuleNotFoundError:
+        raise ValueError(
+            "TOML needs Python 3.11 or later, this is %d.%d: write the same keys as JSON" % sys.version_info[:2]
+        ) from None
+    return tomllib.loads(text)
+
+
+# ======================================================================================================================
+# 5  The box
+# ======================================================================================================================
+# Reads only, and all below one root, so that a test lays a tree of files. A process may vanish between two reads at any
+# time: that is an ordinary outcome (None), never an error and never "it holds nothing".
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process. `start` (clock ticks since boot, field 22 of stat) with the pid tells it from a later one."""
+
+    pid: int
+    start: int
+    comm: str
+    state: str
+    session: int
+    uid: int
+
+    @property
+    def ended(self) -> bool:
+        """A zombie holds nothing any more: no memory, no GPU, no socket."""
+        return self.state in "ZX"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """/proc/PID/status, in bytes: what is resident, and how much of that is anonymous, and what went to swap."""
+
+    rss: int
+    anon: int
+    file: int
+    swap: int
+
+
+class Box:
+    """The machine that this process runs on, read through /proc and /sys below `root`."""
+
+    TCP_LISTEN = "0A"
+
+    def __init__(self, root: str = "/") -> None:
+        self.root = root
+
+    def read(self, path: str) -> str | None:
+        """A small file of the box; None when it is not there or not ours to read."""
+        try:
+            with open(os.path.join(self.root, path), "rb") as file:
+                return file.read().decode("utf-8", "replace")
+        except OSError:
+            return None
+
+    # ----- processes
+
+    def pids(self) -> list[int]:
+        return [int(name) for name in os.listdir(os.path.join(self.root, "proc")) if name.isdigit()]
+
+    def process(self, pid: int) -> Process | None:
+        """proc(5), /proc/PID/stat: the name stands in brackets and may itself hold blanks and brackets."""
+        stat = self.read("proc/%d/stat" % pid)
+        if not stat:
+            return None
+        try:
+            uid = os.stat(os.path.join(self.root, "proc/%d" % pid)).st_uid
+        except OSError:
+            return None
+        before, _, after = stat.rpartition(")")
+        words = after.split()
+        return Process(pid, int(words[19]), before.partition("(")[2], words[0], int(words[3]), uid)
+
+    def same(self, pid: int, start: int) -> Process | None:
+        """That very process, if it still runs."""
+        process = self.process(pid)
+        return process if process and process.start == start and not process.ended else None
+
+    def memory(self, pid: int) -> Memory | None:
+        """None when it is gone or a zombie (no Vm lines at all)."""
+        status = self.read("proc/%d/status" % pid) or ""
+        values = {key: int(kib) * 1024 for key, kib in re.findall(r"(?m)^(VmRSS|RssAnon|RssFile|VmSwap):\s+(\d+) kB$", status)}
+        if "VmRSS" not in values:
+            return None
+        return Memory(values["VmRSS"], values.get("RssAnon", 0), values.get("RssFile", 0), values.get("VmSwap", 0))
+
+    def session(self, leader: int) -> list[Process]:
+        """The living processes of a session, whoever started them in it."""
+        found = (self.process(pid) for pid in self.pids())
+        return [process for process in found if process and process.session == leader and not process.ended]
+
+    def cgroup(self, pid: int) -> str | None:
+        """The cgroup by which systemd knows the process: the `0::` line (v2), else `name=systemd` (v1), by key, not by place."""
+        lines = [line.split(":", 2) for line in (self.read("proc/%d/cgroup" % pid) or "").splitlines()]
+        by_key = {(number, names): path for number, names, path in (line for line in lines if len(line) == 3)}
+        for (_, names), path in by_key.items():
+            if names == "name=systemd":
+                return path
+        return by_key.get(("0", ""))
+
+    # ----- listening sockets
+
+    def listeners(self, port: int) -> list[int]:
+        """The inodes of the sockets that listen on a TCP port, IPv4 and IPv6."""
+        inodes = []
+        for table in ("proc/net/tcp", "proc/net/tcp6"):
+            for line in (self.read(table) or "").splitlines()[1:]:
+                words = line.split()
+                if words[3] == self.TCP_LISTEN and int(words[1].rpartition(":")[2], 16) == port:
+                    inodes.append(int(words[9]))
+        return inodes
+
+    def listening(self, port: int) -> list[Process]:
+        """The processes that listen on a port, as far as they may be looked at: another user's stay unknown."""
+        wanted = {"socket:[%d]" % inode for inode in self.listeners(port)}
+        found = []
+        for pid in self.pids() if wanted else ():
+            folder = os.path.join(self.root, "proc/%d/fd" % pid)
+            try:
+                holds = any(_link(os.path.join(folder, name)) in wanted for name in os.listdir(folder))
+            except OSError:
+                continue
+            process = self.process(pid) if holds else None
+            if process:
+                found.append(process)
+        return found
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+# ======================================================================================================================
+# 6  Engines
+# ======================================================================================================================
+# Acts on the box: starts and stops model servers, and proves that a stopped one is gone. A systemd unit is started and
+# stopped through systemd, which also cancels its Restart=; a plain command runs in a session of its own, so that it
+# outlives whoever started it and is found again.
+
+STOP_LOOKS = 11  # one second apart: a GPU process that survives that is an error
+TERM_GRACE = 10.0  # seconds between SIGTERM and SIGKILL for a plain command
+
+
+@dataclass
+class Engine:
+    """A model server that this box can run. `key` is unique on the box: HOST.NAME."""
+
+    name: str
+    key: str
+    port: int
+    box: Box
+    clock: Clock
+
+    def processes(self) -> list[Process]:
+        """Everything of it that lives, its children and leftovers included."""
+        raise AssertionError("each kind of engine tells its own")
+
+    def start(self) -> None:
+        raise AssertionError("each kind of engine starts in its own way")
+
+    def stop(self) -> None:
+        raise AssertionError("each kind of engine stops in its own way")
+
+    def log_tail(self, lines: int = 10) -> list[str]:
+        raise AssertionError("each kind of engine keeps its log in its own place")
+
+    @property
+    def state(self) -> str:
+        """'off' or 'running'; a unit tells more."""
+        return "running" if self.processes() else "off"
+
+    def remains(self) -> str | None:
+        """What is still there after a stop, as a sentence; None when all of it is gone."""
+        for process in self.processes():
+            return "%s pid %d of engine %s still runs after the stop" % (process.comm, process.pid, self.name)
+        if self.box.listeners(self.port):
+            return "port %d of engine %s is still open after the stop" % (self.port, self.name)
+        return None
+
+
+@dataclass
+class CommandEngine(Engine):
+    """A plain command, supervised by nobody but us: a file tells its pid and start time, a log keeps what it prints."""
+
+    command: tuple[str, ...] = ()
+    folder: str = ""
+
+    @property
+    def _record(self) -> StateFile:
+        return StateFile(os.path.join(self.folder, "engines"), self.key + ".json", self.clock)
+
+    @property
+    def _log_path(self) -> str:
+        return os.path.join(self.folder, "engines", self.key + ".log")
+
+    def processes(self) -> list[Process]:
+        """Its leader and all that share its session; the session of a leader that died is still its session, unless the
+        pid was given to somebody else since."""
+        record = self._record.load()
+        pid, start = record.get("pid"), record.get("start")
+        if not isinstance(pid, int) or not isinstance(start, int):
+            return []
+        leader = self.box.process(pid)
+        if leader and leader.start != start:
+            return []
+        return self.box.session(pid)
+
+    def start(self) -> None:
+        """AgentError when the program cannot be run at all; whether it then serves is not known here."""
+        import subprocess
+
+        argv = [word.replace("{port}", str(self.port)) for word in self.command]
+        os.makedirs(os.path.dirname(self._log_path), mode=0o700, exist_ok=True)
+        if os.path.exists(self._log_path):
+            os.replace(self._log_path, self._log_path + ".1")
+        env = {name: value for name, value in os.environ.items() if name not in ("NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID")}
+        with open(self._log_path, "ab") as output:
+            try:
+                child = subprocess.Popen(
+                    argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=env
+                )
+            except OSError as error:
+                raise AgentError(f"{argv[0]} cannot be run: {error.strerror}") from None
+        process = self.box.process(child.pid)
+        started = timestamp(self.clock.now())
+        record = {"pid": child.pid, "start": process.start if process else 0, "command": argv, "started": started}
+        if not self._record.save(record):
+            child.kill()
+            raise AgentError(f"the engine was not started: {self._record.path} cannot be written, so it could not be found again")
+
+    def stop(self) -> None:
+        """SIGTERM to its session, SIGKILL to what is left after TERM_GRACE."""
+        import signal
+
+        self._signal(signal.SIGTERM)
+        patience = self.clock.monotonic() + TERM_GRACE
+        while self.processes() and self.clock.monotonic() < patience:
+            self.clock.sleep(0.1)
+        self._signal(signal.SIGKILL)
+        if not self.processes():
+            self._record.remove()
+
+    def _signal(self, number: int) -> None:
+        for process in self.processes():
+            if self.box.same(process.pid, process.start):
+                try:
+                    os.kill(process.pid, number)
+                except OSError:
+                    pass  # it ended by itself, or is stuck: the looks afterwards tell
+
+    def log_tail(self, lines: int = 10) -> list[str]:
+        try:
+            with open(self._log_path, "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - 16384))
+                text = file.read().decode("utf-8", "replace")
+        except OSError:
+            return []
+        return [line for line in text.splitlines() if line.strip()][-lines:]
+
+
+def unit_of(cgroup: str, uid: int) -> tuple[str, str] | None:
+    """The unit that a cgroup path belongs to: ("system", unit) or, of that user's own manager, ("user", unit); else None.
+
+    Whole components are compared: another user's unit of the same name lies below another user@UID.service.
+    """
+    parts = [part for part in cgroup.split("/") if part]
+    scope = "system"
+    if parts[:1] == ["user.slice"]:
+        if parts[1:3] != ["user-%d.slice" % uid, "user@%d.service" % uid]:
+            return None
+        scope, parts = "user", parts[3:]
+    for part in parts:
+        if not part.endswith(".slice"):
+            return scope, part
+    return None
+
+
+@dataclass
+class UnitEngine(Engine):
+    """A systemd service, of this user or of the system."""
+
+    unit: str = ""
+    scope: str = "user"
+    sudo: bool = False
+    run: Callable[..., Finished] = run
+
+    TIMEOUT = 300.0  # a stop may take three times TimeoutStopSec, 90 s each by default
+
+    def processes(self) -> list[Process]:
+        """Whatever sits in the unit's cgroup, also when systemd calls the unit failed or does not list it."""
+        found = []
+        uid = os.getuid()
+        for pid in self.box.pids():
+            cgroup = self.box.cgroup(pid)
+            if cgroup and unit_of(cgroup, uid) == (self.scope, self.unit):
+                process = self.box.process(pid)
+                if process and not process.ended:
+                    found.append(process)
+        return found
+
+    def show(self) -> dict[str, str]:
+        """systemctl show: LoadState, ActiveState, SubState, NRestarts, Result. AgentError when there is no such unit."""
+        names = "LoadState,ActiveState,SubState,NRestarts,Result"
+        done = self._systemctl("show", "-p", names, self.unit, seconds=20.0)
+        values = dict(line.split("=", 1) for line in done.out.decode("utf-8", "replace").splitlines() if "=" in line)
+        if values.get("LoadState") == "not-found":
+            raise AgentError(f"there is no {self.scope} unit {self.unit} on this box")
+        return values
+
+    @property
+    def state(self) -> str:
+        """A unit that is about to be restarted counts as running: it takes the GPU in a moment."""
+        show = self.show()
+        active = show.get("ActiveState", "unknown")
+        if self.processes():
+            return "running"
+        if active == "activating":
+            restarts = show.get("NRestarts", "")
+            return f"restarting ({restarts} times)" if restarts.isdigit() and int(restarts) else "starting"
+        return "stopping" if active == "deactivating" else "off"
+
+    def start(self) -> None:
+        self._systemctl("reset-failed", self.unit, seconds=20.0, check=False)
+        self._systemctl("start", self.unit, seconds=self.TIMEOUT)
+
+    def stop(self) -> None:
+        self._systemctl("stop", self.unit, seconds=self.TIMEOUT)
+
+    def log_tail(self, lines: int = 10) -> list[str]:
+        scope = ["--user"] if self.scope == "user" else []
+        argv = ["journalctl", *scope, "-u", self.unit, "-n", str(lines), "-o", "cat", "--no-pager"]
+        try:
+            return self.run(argv, 10.0, env=self._environment()).out.decode("utf-8", "replace").splitlines()[-lines:]
+        except OSError:
+            return []
+
+    def remains(self) -> str | None:
+        if self.state != "off" and not self.processes():
+            return f"unit {self.unit} is {self.state} after the stop"
+        return super().remains()
+
+    def _systemctl(self, verb: str, *words: str, seconds: float, check: bool = True) -> Finished:
+        """systemctl, never asking anybody for a password. AgentError with what systemd says when it refuses."""
+        sudo = ["sudo", "-n"] if self.sudo and self.scope == "system" and verb in ("start", "stop", "reset-failed") else []
+        argv = [*sudo, "systemctl", "--" + self.scope, "--no-ask-password", verb, *words]
+        try:
+            done = self.run(argv, seconds, env=self._environment())
+        except OSError as error:
+            raise AgentError(f"{argv[0]} cannot be run: {error.strerror}") from None
+        if done.code is None:
+            raise AgentError(f"systemctl {verb} {self.unit} did not end within {age(seconds)}")
+        if check and done.code:
+            raise AgentError(f"systemctl {verb} {self.unit}: {printable(done.complaint)}{self._advice(done)}")
+        return done
+
+    def _advice(self, done: Finished) -> str:
+        text = (done.err + done.out).decode("utf-8", "replace")
+        if "Failed to connect to" in text or "XDG_RUNTIME_DIR" in text:
+            return " (user services run without a login only after `loginctl enable-linger`)"
+        if "authentication required" in text or "a password is required" in text:
+            return f" (allow it by a polkit rule or, with sudo = true, a sudoers line for `systemctl start|stop {self.unit}`)"
+        return ""
+
+    def _environment(self) -> dict[str, str]:
+        """A command over ssh often lacks XDG_RUNTIME_DIR, and systemctl --user then finds no bus."""
+        env = dict(os.environ)
+        runtime = "/run/user/%d" % os.getuid()
+        if self.scope == "user" and "XDG_RUNTIME_DIR" not in env and os.path.isdir(runtime):
+            env["XDG_RUNTIME_DIR"] = runtime
+        return env
+
+
+def prove_stopped(engines: Iterable[Engine], clock: Clock) -> None:
+    """Look until nothing of these engines is left, at most STOP_LOOKS times; AgentError names what survived."""
+    left: str | None = None
+    for look in range(STOP_LOOKS):
+        if look:
+            clock.sleep(1.0)
+        left = next(filter(None, (engine.remains() for engine in engines)), None)
+        if left is None:
+            return
+    raise AgentError(left or "")
+
+
+# ======================================================================================================================
+# 7  Agent
+# ======================================================================================================================
+# Runs on the box: one JSON request on stdin, the banner line and one JSON reply on stdout. Whatever a login shell prints
+# before the banner is skipped by the other side. The reply lists in `checked` every guard that was applied: one that was
+# asked for and is not listed counts as an owner there, so an older copy of this file fails closed.
+
+BANNER = "llmguard-agent 1"
+MAX_REQUEST = 64 * 1024  # bytes
+REQUEST_PATIENCE = 5.0  # seconds
+PORT_FRONTS = frozenset("docker-proxy rootlessport pasta conmon slirp4netns".split())  # listen for a container's process
+LOCK_PATIENCE = 60.0  # seconds that one caller waits for another's op on the same box
+
+
+@dataclass
+class Agent:
+    """Answers requests about this box."""
+
+    folder: str
+    box: Box = field(default_factory=Box)
+    clock: Clock = field(default_factory=Clock)
+
+    def answer(self, ask: dict[str, Any]) -> dict[str, Any]:
+        """One request -> one reply; what goes wrong becomes {"ok": false, "error": {"type", "text"}}."""
+        ops = {"version": self.version, "status": self.status, "start": self.start, "stop": self.stop}
+        reply: dict[str, Any] = {"ok": True, "agent": __version__, "sha256": own_hash()}
+        try:
+            op = ops.get(ask.get("op", ""))
+            if op is None:
+                raise BadRequest("unknown op {!r}: one of {} is due".format(ask.get("op"), ", ".join(ops)))
+            reply.update(op(ask))
+        except GuardError as error:
+            reply.update(ok=False, error={"type": type(error).__name__, "text": str(error)})
+            reply.update(error.fields.get("reply", {}))
+        return reply
+
+    def version(self, ask: dict[str, Any]) -> dict[str, Any]:
+        return {"python": "%d.%d.%d" % sys.version_info[:3], "time": timestamp(self.clock.now())}
+
+    def status(self, ask: dict[str, Any]) -> dict[str, Any]:
+        """Which engine of ours runs, and who else holds the GPU."""
+        engines = self._engines(ask)
+        foreign, checked = self._owners(ask)
+        reply: dict[str, Any] = {"active": None, "state": "off", "foreign": foreign, "checked": checked, "bench_waits": []}
+        reply["queue_checked"] = "job_queue" in checked
+        for engine in engines.values():
+            state = engine.state
+            if state != "off":
+                processes = engine.processes()
+                reply.update(active=engine.name, state=state)
+                reply["engine"] = {"pids": sorted(process.pid for process in processes), **self._port(engine, processes)}
+                break
+        wanted = engines.get(ask.get("log", ""))
+        if wanted:
+            reply["log"] = wanted.log_tail()
+        return reply
+
+    def _port(self, engine: Engine, processes: list[Process]) -> dict[str, Any]:
+        """Who answers on an engine's port: 'ours', 'closed', 'stranger' with its name, or 'unknown' (a container's front,
+        or a process that we may not look into)."""
+        if not self.box.listeners(engine.port):
+            return {"port": "closed"}
+        at_port = self.box.listening(engine.port)
+        ours = {process.pid for process in processes}
+        if any(process.pid in ours for process in at_port):
+            return {"port": "ours"}
+        strangers = sorted({process.comm for process in at_port if process.comm not in PORT_FRONTS})
+        return {"port": "stranger", "stranger": ", ".join(strangers)} if strangers else {"port": "unknown"}
+
+    def start(self, ask: dict[str, Any]) -> dict[str, Any]:
+        """All in one locked call, so that no gap lets another in: owners? -> refuse; stop every other engine of ours;
+        prove; start."""
+        engines = self._engines(ask)
+        wanted = engines.get(ask.get("engine", ""))
+        if wanted is None:
+            raise BadRequest("engine {!r} is not among the engines of this request".format(ask.get("engine")))
+        with self._lock("start"):
+            foreign, checked = self._owners(ask)
+            if foreign:
+                raise GpuBusy(foreign[0]["text"], reply={"foreign": foreign, "checked": checked})
+            if wanted.state == "off":
+                self._stop([engine for engine in engines.values() if engine is not wanted])
+                taken = self.box.listeners(wanted.port)
+                if taken:
+                    by = " by " + ", ".join(p.comm for p in self.box.listening(wanted.port)) if taken else ""
+                    raise EngineFailed("port %d is already taken%s" % (wanted.port, by))
+                wanted.start()
+        return self.status(ask)
+
+    def stop(self, ask: dict[str, Any]) -> dict[str, Any]:
+        """Stop every running engine of ours, and prove that it is gone."""
+        with self._lock("stop"):
+            self._stop(self._engines(ask).values())
+        return self.status(ask)
+
+    def _stop(self, engines: Iterable[Engine]) -> None:
+        running = [engine for engine in engines if engine.state != "off"]
+        for engine in running:
+            engine.stop()
+        prove_stopped(running, self.clock)
+
+    def _lock(self, op: str) -> Lock:
+        lock = Lock(os.path.join(self.folder, "agent.lock"), f"the agent ({op})", self.clock)
+        lock.acquire(LOCK_PATIENCE)
+        return lock
+
+    def _engines(self, ask: dict[str, Any]) -> dict[str, Engine]:
+        engines = {}
+        for name, entry in _dict(ask, "engines").items():
+            if not _NAME.fullmatch(name) or not isinstance(entry, dict):
+                raise BadRequest("engines: a table of tables is due")
+            engines[name] = self._engine(name, entry, ask)
+        return engines
+
+    def _engine(self, name: str, entry: dict[str, Any], ask: dict[str, Any]) -> Engine:
+        host = ask.get("host", "host")
+        if not isinstance(host, str) or not _NAME.fullmatch(host):
+            raise BadRequest("host: a name is due")
+        try:
+            port = _port(entry.get("port"))
+            common = (name, f"{host}.{name}", port, self.box, self.clock)
+            if "command" in entry:
+                return CommandEngine(*common, _command(entry["command"]), self.folder)
+            scope = _one_of("user", "system")(entry.get("scope", "user"))
+            return UnitEngine(*common, _unit(entry.get("unit")), scope, bool(ask.get("sudo")))
+        except ValueError as error:
+            raise BadRequest(f"engines.{name}: {error}") from None
+
+    def _owners(self, ask: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+        """Who else holds the GPU, and which guards were applied to find that out."""
+        owners: list[dict[str, Any]] = []
+        checked = []
+        bench_port = ask.get("bench_port")
+        if bench_port is not None:
+            if self.box.listeners(bench_port):
+                names = ", ".join(process.comm for process in self.box.listening(bench_port)) or "somebody"
+                owners.append({"kind": "bench_port", "text": "%s listens on the bench port %d" % (names, bench_port)})
+            checked.append("bench_port")
+        return owners, checked
+
+
+def _dict(table: dict[str, Any], key: str) -> dict[str, Any]:
+    value = table.get(key, {})
+    if not isinstance(value, dict):
+        raise BadRequest(f"{key}: a table is due")
+    return value
+
+
+def agent_main(folder: str) -> int:
+    """`llmguard.py agent`: exit code 0 when a reply was given, even one that says no; 64 for no or a bad request.
+    Never 255, which is ssh's own."""
+    deadline = time.monotonic() + REQUEST_PATIENCE
+    data = b""
+    while True:
+        ready, _, _ = select.select([0], [], [], max(0.0, deadline - time.monotonic()))
+        piece = os.read(0, PIECE) if ready else b""
+        data += piece
+        if not piece or b"\n" in piece or len(data) > MAX_REQUEST:
+            break
+    problem = None
+    ask: Any = None
+    try:
+        ask = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        problem = f"the request is no JSON: {error}" if data.strip() else "no request on stdin"
+    if len(data) > MAX_REQUEST:
+        problem = f"the request is larger than {size_text(MAX_REQUEST)}"
+    elif not problem and not isinstance(ask, dict):
+        problem = "the request is no JSON object"
+    if problem:
+        reply = {"ok": False, "agent": __version__, "error": {"type": "BadRequest", "text": problem}}
+    else:
+        reply = Agent(folder).answer(ask)
+    os.write(1, (f"{BANNER}\n{json.dumps(reply)}\n").encode())
+    return 64 if problem else 0
+
+
+# ======================================================================================================================
+# 8  Remote
+# ======================================================================================================================
+# Runs the agent for a host and knows nothing of what the ops mean. On this machine that is a child process: the box's
+# readers and nvidia-smi may hang in the kernel, the proxy may not.
+
+
+class Remote:
+    """The line to one host's agent."""
+
+    def __init__(self, host: HostConfig, folder: str) -> None:
+        self.host, self.folder = host, folder
+
+    def call(self, ask: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """One op. AgentError when the agent says no or says nothing; `reply` in its fields then holds what it said."""
+        argv = [sys.executable, "-I", os.path.abspath(__file__), "--state-dir", self.folder, "agent"]
+        try:
+            done = run(argv, seconds, data=json.dumps(ask).encode(), limit=4 << 20)
+        except OSError as error:
+            raise AgentError(f"the agent cannot be run: {error.strerror}") from None
+        if done.code is None:
+            raise AgentError(f"the agent did not answer within {age(seconds)}")
+        reply = read_reply(done.out)
+        if reply is None:
+            raise AgentError(f"the agent gave no reply: {printable(done.complaint)}")
+        return reply
+
+
+def read_reply(output: bytes) -> dict[str, Any] | None:
+    """The agent's reply: the line after the banner, which is the last thing on its own line; None when there is none."""
+    lines = output.decode("utf-8", "replace").split("\n")
+    for banner, line in zip(lines, lines[1:]):
+        if banner.rstrip("\r").endswith(BANNER):
+            try:
+                reply = json.loads(line)
+            except (ValueError, RecursionError):
+                return None
+            return reply if isinstance(reply, dict) else None
+    return None
+
+
+# ======================================================================================================================
+# 9  Host
+# ======================================================================================================================
+# The state machine of one GPU. One lock guards all its state, one thread does all its slow work outside that lock. What
+# should happen next is decided by `plan`, a pure function of the situation; `Host` carries it out.
+
+IN_USE_PAUSE = 1.0  # seconds between two questions whether an engine is still in use: asking more often delays its cancels
+BACKOFF_FIRST, BACKOFF_LAST = 10.0, 300.0  # seconds after failed starts
+LEARN_PAUSE = 5.0  # seconds between two questions for the names of an engine whose models are "auto"
+GLANCE = 0.2  # seconds between two looks at a waiting client
+
+
+class Events:
+    """What happens, told to everybody who listens; a listener that does not keep up is dropped, never waited for."""
+
+    BACKLOG = 256
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._listeners: list[Subscription] = []
+
+    def publish(self, event: dict[str, Any]) -> None:
+        with self._lock:
+            self._listeners = [listener for listener in self._listeners if listener.put(event)]
+
+    def subscribe(self) -> Subscription:
+        listener = Subscription()
+        with self._lock:
+            self._listeners.append(listener)
+        return listener
+
+
+class Subscription:
+    """One listener's queue. Readable through a socket, so that its thread can watch its client at the same time."""
+
+    def __init__(self) -> None:
+        ours, self._theirs = socket.socketpair()
+        self.wire = Wire(ours)
+        self._theirs.setblocking(False)
+        self._events: deque[dict[str, Any]] = deque()
+        self.lost = False
+
+    def put(self, event: dict[str, Any]) -> bool:
+        if len(self._events) >= Events.BACKLOG or self.lost:
+            self.close()
+            return False
+        self._events.append(event)
+        try:
+            self._theirs.send(b".")
+        except BlockingIOError:
+            pass  # it has not read the last ones yet, and will find this one with them
+        except OSError:
+            return False
+        return True
+
+    def take(self) -> list[dict[str, Any]]:
+        taken = []
+        while self._events:
+            taken.append(self._events.popleft())
+        return taken
+
+    def close(self) -> None:
+        self.lost = True
+        self._theirs.close()
+
+
+class EngineApi:
+    """What a running model server can be asked over HTTP, whichever server it is."""
+
+    PATIENCE = 3.0
+
+    def __init__(self, address: Address, key: str = "") -> None:
+        self.address, self.key = address, key
+        self.pool = Pool(address)
+
+    def ask(self, method: str, path: str, body: Any = None, seconds: float = PATIENCE) -> Reply | None:
+        """None when nobody answers."""
+        try:
+            return request(self.pool, method, path, body=body, key=self.key, seconds=seconds)
+        except (EngineLost, PeerGone, ProtocolError, BodyTooLarge):
+            return None
+
+    def ready(self) -> bool:
+        """Does it serve? 503 is llama-server loading; a server without /health (404) serves. A mute one may be busy."""
+        try:
+            reply = self.ask("GET", "/health")
+        except DeadlinePassed:
+            return False
+        return reply is not None and reply.status not in (500, 502, 503, 504)
+
+    def in_use(self) -> bool:
+        """Does it work for anybody, us or others beside us? A server that sleeps is not woken by the question; one that
+        gives no answer in time is busy (a long prefill), not idle."""
+        try:
+            props = self.ask("GET", "/props")
+            if props is None:
+                return False
+            state = props.json() if props.status == 200 else None
+            if isinstance(state, dict) and state.get("is_sleeping") is True:
+                return False
+            slots = self.ask("GET", "/slots")
+            listed = slots.json() if slots and slots.status == 200 else None
+            if isinstance(listed, list):
+                return any(isinstance(slot, dict) and (slot.get("is_processing") or slot.get("state") == 1) for slot in listed)
+            metrics = self.ask("GET", "/metrics")
+        except DeadlinePassed:
+            return True
+        if metrics is None or metrics.status != 200:
+            return False
+        text = metrics.body.decode("utf-8", "replace")
+        return any(float(n) > 0 for n in re.findall(r"(?m)^\w+[:_]requests_(?:processing|deferred)(?:\{.*\})? ([0-9.]+)", text))
+
+    def models(self) -> list[dict[str, Any]] | None:
+        """data[] of /v1/models; None when it does not say."""
+        try:
+            reply = self.ask("GET", "/v1/models")
+        except DeadlinePassed:
+            return None
+        content = reply.json() if reply and reply.status == 200 else None
+        data = content.get("data") if isinstance(content, dict) else None
+        if not isinstance(data, list):
+            return None
+        return [entry for entry in data if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
+
+    def load(self, model: str) -> bool:
+        """Ask a router (llama.cpp's) to load one of its models; False when this server is no router."""
+        reply = self.ask("POST", "/models/load", {"model": model}, 30.0)
+        return reply is not None and reply.status in (200, 400)  # 400: it runs already
+
+    def unload(self, model: str) -> bool:
+        """Ask a router (llama.cpp's, llama-swap, Ollama) to unload one of its models; False when this server is none."""
+        for path, body in (
+            ("/models/unload", {"model": model}),
+            ("/api/models/unload/" + quote(model), None),
+            ("/api/generate", {"model": model, "keep_alive": 0}),
+        ):
+            reply = self.ask("POST", path, body, 60.0)
+            if reply is not None and reply.status in (200, 400):
+                return True
+        return False
+
+
+@dataclass(frozen=True)
+class Situation:
+    """All that decides what a host does next. Times are monotonic seconds."""
+
+    now: float
+    up: str | None = None  # the engine that is ready
+    in_flight: int = 0  # requests on it
+    queue: tuple[str, ...] = ()  # engines that requests wait for, oldest first
+    look_due: float = NEVER  # when to ask the agent next
+    unload: bool = False  # somebody asked that `up` be stopped
+    idle_due: float = NEVER  # when `up` has been idle for long enough
+    in_use_until: float = 0.0  # others beside us use `up`: not to be asked again before
+    backoff: tuple[tuple[str, float], ...] = ()  # engines that failed to start, and until when they are not tried
+
+
+@dataclass(frozen=True)
+class Step:
+    """What to do next: look, grant, refuse, switch, stop, or rest until something happens or `until`."""
+
+    kind: str
+    engine: str = ""
+    until: float = NEVER
+
+
+def plan(now: Situation) -> Step:
+    """What should happen now. Requests for one engine share a switch, and newcomers for the engine that is up queue behind
+    a request for another one: A A B B, not A B A B, and nobody starves."""
+    if now.now >= now.look_due:
+        return Step("look")
+    for engine, until in now.backoff:
+        if engine in now.queue and now.now < until:
+            return Step("refuse", engine)
+    wanted = now.queue[0] if now.queue else ""
+    if wanted and wanted == now.up and not now.unload:
+        return Step("grant", wanted)
+    if not now.up:
+        return Step("switch", wanted) if wanted else Step("rest", until=now.look_due)
+    idle = now.now >= now.idle_due
+    if not (wanted or now.unload or idle):
+        return Step("rest", until=min(now.look_due, now.idle_due))
+    if now.in_flight:
+        return Step("rest", until=now.look_due)
+    if now.now < now.in_use_until:
+        return Step("rest", until=min(now.look_due, now.in_use_until))
+    if wanted and wanted != now.up:
+        return Step("switch", wanted)
+    return Step("stop", now.up)
+
+
+class Ticket:
+    """A request's place in the queue for an engine. `committed`: the engine was started, so that nothing can be refused any
+    more, only fail."""
+
+    __slots__ = ("engine", "deadline", "committed", "granted", "error")
+
+    def __init__(self, engine: str, deadline: float) -> None:
+        self.engine, self.deadline = engine, deadline
+        self.committed = False
+        self.granted = False
+        self.error: GuardError | None = None
+
+
+class _Committed(Exception):
+    """Raised by one who only wanted an engine started: it does, he need not wait."""
+
+
+class Lease:
+    """The right to send one request to an engine; while it is held the engine is not stopped."""
+
+    __slots__ = ("host", "engine", "_held")
+
+    def __init__(self, host: Host, engine: str) -> None:
+        self.host, self.engine, self._held = host, engine, True
+
+    def release(self) -> None:
+        if self._held:
+            self._held = False
+            self.host.ended(self.engine)
+
+
+@dataclass
+class Failure:
+    """A start that failed, and how long it is answered from memory."""
+
+    error: GuardError
+    pause: float
+    until: float
+
+
+class Host:
+    """One GPU lane: its engines, who waits for them, and the one thread that switches between them."""
+
+    def __init__(
+        self,
+        config: HostConfig,
+        proxy: ProxyConfig,
+        remote: Remote,
+        events: Events,
+        clock: Clock | None = None,
+        api: Callable[[Address, str], EngineApi] = EngineApi,
+    ) -> None:
+        self.config, self.proxy = config, proxy
+        self._remote, self._events, self._new_api = remote, events, api
+        self._clock = clock or Clock()
+        self._changed = threading.Condition()
+        self._apis: dict[str, EngineApi] = {}
+        self._queue: list[Ticket] = []
+        self._in_flight: dict[str, int] = {}
+        self._up: str | None = None
+        self._doing: tuple[str, str] | None = None  # ("starting" | "stopping", engine) while it is done
+        self._trusted = False  # has `_up` been seen since it was last in doubt?
+        self._look_due = 0.0
+        self._unload: str | None = None
+        self._used = False  # has `_up` served a request, or was it started by us?
+        self._last_ended = 0.0  # monotonic
+        self._in_use_until = 0.0
+        self._failures: dict[str, Failure] = {}
+        self._learned: dict[str, dict[str, dict[str, Any]]] = {}  # engine -> model -> what it says of it
+        self._learn_due: dict[str, float] = {}
+        self._closed = False
+        self.since = self._clock.now()
+        self.last_tick: float | None = None
+        self.last_request: float | None = None
+        self.down_since: float | None = None
+        self.owners: list[dict[str, Any]] = []
+        self.agent: dict[str, Any] | None = None
+        self._managed = any(engine.managed for engine in config.engines.values())
+
+    # ----- what the proxy calls
+
+    def acquire(self, engine: str, waiting: Callable[[bool], None]) -> Lease:
+        """The right to use an engine, started first where it must be. While it queues, `waiting(committed)` is called a few
+        times a second; it may raise to give the place up. GpuBusy, EngineFailed, HostDown."""
+        with self._changed:
+            if self._admits(engine):
+                return self._lease(engine)
+            ticket = Ticket(engine, self._clock.monotonic() + self.proxy.queue_timeout)
+            self._queue.append(ticket)
+            self._changed.notify_all()
+        try:
+            while not self._settled(ticket):
+                waiting(ticket.committed)
+        except BaseException:
+            self._give_up(ticket)
+            raise
+        if ticket.error:
+            raise ticket.error
+        return Lease(self, engine)
+
+    def ended(self, engine: str) -> None:
+        """A lease was given back."""
+        with self._changed:
+            self._in_flight[engine] -= 1
+            self._last_ended = self._clock.monotonic()
+            if not self._in_flight[engine] and (self._queue or self._unload):
+                self._changed.notify_all()
+
+    def suspect(self, engine: str) -> None:
+        """A connection to it failed: it is looked at before anybody is sent there again."""
+        with self._changed:
+            if engine == self._up and not self._doing:
+                self._trusted = False
+                self._look_due = 0.0
+                self._changed.notify_all()
+
+    def load(self, engine: str, waiting: Callable[[bool], None]) -> None:
+        """Have it started; returns once nothing can be refused any more. GpuBusy, EngineFailed, HostDown."""
+
+        def until_committed(committed: bool) -> None:
+            waiting(False)
+            if committed:
+                raise _Committed
+
+        try:
+            self.acquire(engine, until_committed).release()
+        except _Committed:
+            pass
+
+    def unload(self, engine: str, seconds: float) -> bool:
+        """Have it stopped once nothing runs on it; True when it is gone within `seconds`."""
+        deadline = self._clock.monotonic() + seconds
+        with self._changed:
+            while True:
+                if engine != self._up and self._doing != ("stopping", engine) and self._doing != ("starting", engine):
+                    return True
+                if self._unload != engine:
+                    self._unload = engine
+                    self._changed.notify_all()
+                left = deadline - self._clock.monotonic()
+                if left <= 0:
+                    return False
+                self._clock.wait(self._changed, min(left, 1.0))
+
+    def address(self, engine: str) -> Address:
+        config = self.config.engines[engine]
+        return config.url or Address(self.config.address, config.port or 0)
+
+    def api(self, engine: str) -> EngineApi:
+        """The engine's HTTP side, its kept connections included."""
+        known = self._apis.get(engine)
+        address, key = self.address(engine), self.config.engines[engine].api_key
+        if known is None or known.address != address or known.key != key:
+            known = self._apis[engine] = self._new_api(address, key)
+        return known
+
+    def find(self, model: str) -> tuple[str, str] | None:
+        """(engine, upstream name) of a model that this host serves."""
+        for engine in self.config.engines.values():
+            if isinstance(engine.models, dict):
+                if model in engine.models:
+                    return engine.name, engine.models[model]
+            elif model in self._learned.get(engine.name, ()):
+                return engine.name, model
+        return None
+
+    def models(self) -> dict[str, tuple[str, dict[str, Any]]]:
+        """Every model of this host -> (engine, what the engine itself says of it)."""
+        found: dict[str, tuple[str, dict[str, Any]]] = {}
+        for engine in self.config.engines.values():
+            learned = self._learned.get(engine.name, {})
+            if isinstance(engine.models, dict):
+                found.update({public: (engine.name, learned.get(up, {})) for public, up in engine.models.items()})
+            else:
+                found.update({name: (engine.name, said) for name, said in learned.items()})
+        return found
+
+    def learn(self, engine: str) -> None:
+        """Ask an engine that runs for its models; at most every LEARN_PAUSE seconds."""
+        with self._changed:
+            now = self._clock.monotonic()
+            if now < self._learn_due.get(engine, 0.0):
+                return
+            self._learn_due[engine] = now + LEARN_PAUSE
+        data = self.api(engine).models()
+        if data is not None:
+            self._learned[engine] = {entry["id"]: entry for entry in data}
+
+    def learn_unmanaged(self) -> None:
+        """Ask the engines that somebody else runs."""
+        for engine in self.config.engines.values():
+            if not engine.managed and engine.models == "auto":
+                self.learn(engine.name)
+
+    def engine_state(self, engine: str) -> str:
+        """In llama.cpp's words: unloaded, loading, loaded."""
+        if not self.config.engines[engine].managed:
+            return "loaded"
+        doing = self._doing
+        if doing and doing[1] == engine:
+            return "loading" if doing[0] == "starting" else "loaded"
+        return "loaded" if self._up == engine else "unloaded"
+
+    def failure(self, engine: str) -> GuardError | None:
+        known = self._failures.get(engine)
+        return known.error if known else None
+
+    @property
+    def state(self) -> str:
+        if self.down_since is not None:
+            return "down"
+        if self._doing:
+            return self._doing[0]
+        if not self._up:
+            return "off"
+        other = any(ticket.engine != self._up for ticket in list(self._queue))
+        return "draining" if other or self._unload else "ready"
+
+    def status(self) -> dict[str, Any]:
+        """What the agent says now; AgentError."""
+        return self._ask("status", 30.0)
+
+    def view(self) -> dict[str, Any]:
+        """This host's part of /status."""
+        with self._changed:
+            doing = self._doing
+            return {
+                "state": self.state if self._managed else "ready",
+                "engine": doing[1] if doing else self._up,
+                "since": timestamp(self.since),
+                "in_flight": sum(self._in_flight.values()),
+                "queued": len(self._queue),
+                "owners": self.owners,
+                "waits": [],
+                "handover": None,
+                "stop_error": None,
+                "verdict": None,
+                "degraded": False,
+                "agent": self.agent,
+                "last_tick": timestamp(self.last_tick),
+                "down_since": timestamp(self.down_since),
+                "last_request": timestamp(self.last_request),
+            }
+
+    def reconfigure(self, config: HostConfig, proxy: ProxyConfig) -> None:
+        """Take a new configuration; what runs is not touched."""
+        with self._changed:
+            self.config, self.proxy = config, proxy
+            self._remote.host = config
+            self._managed = any(engine.managed for engine in config.engines.values())
+            gone = [ticket for ticket in self._queue if ticket.engine not in config.engines]
+            self._settle(gone, UnknownModel(model=self.config.name, hint=": it left the configuration"))
+            self._failures = {}
+            self._look_due = 0.0
+            self._changed.notify_all()
+
+    # ----- under the lock
+
+    def _admits(self, engine: str) -> bool:
+        if not self.config.engines[engine].managed:
+            return True
+        return self._up == engine and self._trusted and not self._queue and not self._doing and not self._unload
+
+    def _lease(self, engine: str) -> Lease:
+        self._count(engine)
+        return Lease(self, engine)
+
+    def _count(self, engine: str) -> None:
+        self._in_flight[engine] = self._in_flight.get(engine, 0) + 1
+        self._used = True
+        self.last_request = self._clock.now()
+
+    def _settled(self, ticket: Ticket) -> bool:
+        """Wait a moment for this ticket; True when it is granted or refused."""
+        with self._changed:
+            if not (ticket.granted or ticket.error):
+                self._clock.wait(self._changed, GLANCE)
+            if ticket.granted or ticket.error:
+                return True
+            if not ticket.committed and self._clock.monotonic() >= ticket.deadline:
+                text = f"still in other use after {age(self.proxy.queue_timeout)}"
+                self._settle([ticket], GpuBusy(f"host {self.config.name}: GPU is busy: {text}"))
+                return True
+        return False
+
+    def _give_up(self, ticket: Ticket) -> None:
+        with self._changed:
+            if ticket in self._queue:
+                self._queue.remove(ticket)
+                self._changed.notify_all()
+        if ticket.granted:
+            self.ended(ticket.engine)
+
+    def _settle(self, tickets: Iterable[Ticket], error: GuardError | None = None) -> None:
+        """Grant these tickets, or refuse them."""
+        for ticket in list(tickets):
+            self._queue.remove(ticket)
+            if error is None:
+                ticket.granted = True
+                self._count(ticket.engine)
+            else:
+                ticket.error = error
+        self._changed.notify_all()
+
+    def _waiting_for(self, engine: str) -> list[Ticket]:
+        return [ticket for ticket in self._queue if ticket.engine == engine]
+
+    def _situation(self) -> Situation:
+        in_flight = self._in_flight.get(self._up or "", 0)
+        idle_due = self._last_ended + self.proxy.idle_stop if self._used and not in_flight else NEVER
+        return Situation(
+            now=self._clock.monotonic(),
+            up=self._up,
+            in_flight=in_flight,
+            queue=tuple(ticket.engine for ticket in self._queue),
+            look_due=self._look_due,
+            unload=self._unload is not None and self._unload == self._up,
+            idle_due=idle_due,
+            in_use_until=self._in_use_until,
+            backoff=tuple((engine, failure.until) for engine, failure in self._failures.items()),
+        )
+
+    # ----- the one thread
+
+    def run(self) -> None:
+        """Do what is due, for ever: the body of the host's thread."""
+        while not self._closed:
+            try:
+                self.turn()
+            except Exception:
+                import traceback
+
+                log(f"host {self.config.name}: internal error, going on: {traceback.format_exc()}")
+                self._clock.sleep(1.0)
+
+    def close(self) -> None:
+        """End the thread; what runs on the box runs on."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def turn(self) -> None:
+        """One step of the plan, or a rest until something changes."""
+        with self._changed:
+            step = plan(self._situation())
+            if step.kind == "rest":
+                if not self._closed:
+                    self._clock.wait(self._changed, step.until - self._clock.monotonic())
+            elif step.kind == "grant":
+                self._settle(self._waiting_for(step.engine))
+            elif step.kind == "refuse":
+                self._settle(self._waiting_for(step.engine), self._failures[step.engine].error)
+        if step.kind == "look":
+            self._look()
+        elif step.kind in ("switch", "stop"):
+            self._change(step)
+
+    def _ask(self, op: str, seconds: float, **more: Any) -> dict[str, Any]:
+        """One op of the agent about this host's engines."""
+        engines: dict[str, Any] = {}
+        for engine in self.config.engines.values():
+            if engine.managed:
+                kind = {"command": engine.command} if engine.command else {"unit": engine.unit, "scope": engine.scope}
+                engines[engine.name] = {"port": engine.port, **kind}
+        ask = {"op": op, "host": self.config.name, "engines": engines, "bench_port": self.config.bench_port, **more}
+        if self.config.sudo:
+            ask["sudo"] = True
+        return self._remote.call(ask, seconds)
+
+    def _look(self) -> None:
+        """The tick: what runs there, and who else holds the GPU?"""
+        reply: dict[str, Any] = {}
+        problem = None
+        if self._managed:
+            try:
+                reply = self._ask("status", 30.0)
+                if not reply.get("ok"):
+                    problem = str(reply.get("error", {}).get("text", "the agent refused"))
+            except AgentError as error:
+                problem = str(error)
+        active = reply.get("active")
+        known = active if active in self.config.engines else None
+        if known is not None and known == self._up:  # health gates readiness only: a mute engine in a long prefill isn't sick
+            ready = reply["engine"].get("port") != "closed"
+        else:
+            ready = known is not None and self.api(known).ready()
+        with self._changed:
+            self._look_due = self._clock.monotonic() + self.proxy.tick
+            self.last_tick = self._clock.now()
+            self._seen(reply, problem, known if ready else None)
+            self._changed.notify_all()
+        for engine in self.config.engines.values():
+            if engine.name == self._up or not engine.managed:
+                self.learn(engine.name)
+
+    def _seen(self, reply: dict[str, Any], problem: str | None, ready: str | None) -> None:
+        """Take in what a look found; under the lock."""
+        name = self.config.name
+        if problem is not None:
+            if self.down_since is None:
+                log(f"host {name}: down: {problem}")
+                self.down_since = self._clock.now()
+            self._settle(self._queue, HostDown(f"host {name} is down"))
+            self._up, self._trusted = None, False
+            return
+        if self.down_since is not None:
+            log(f"host {name}: up again")
+            self.down_since = None
+        if reply:
+            self.owners = reply.get("foreign", [])
+            self.agent = {"version": reply.get("agent"), "sha256": reply.get("sha256")}
+        self._trusted = True
+        if ready != self._up:
+            if self._up:
+                log(f"host {name}: engine {self._up} is gone: nobody here stopped it")
+                self._tell(self._up, "unloaded")
+            if ready:
+                log(f"host {name}: engine {ready} runs already: taken over")
+                self._tell(ready, "loaded")
+            self._now_up(ready, used=False)
+
+    def _now_up(self, engine: str | None, used: bool) -> None:
+        self._up, self._used, self._trusted = engine, used, True
+        self._unload = None
+        self._last_ended = self._clock.monotonic()
+        self._in_use_until = 0.0
+        self.since = self._clock.now()
+
+    def _tell(self, engine: str, status: str, **more: Any) -> None:
+        """llama.cpp's own event for each model of an engine."""
+        for model, (its_engine, _) in self.models().items():
+            if its_engine == engine:
+                data = {"status": status, "host": self.config.name, "engine": engine, **more}
+                self._events.publish({"model": model, "event": "model_status", "data": data})
+
+    def _change(self, step: Step) -> None:
+        """Stop what is up, start what is wanted; first make sure that nobody beside us uses what is up."""
+        up = self._up
+        if up and self.api(up).in_use():
+            with self._changed:
+                self._in_use_until = self._clock.monotonic() + IN_USE_PAUSE
+            return
+        with self._changed:
+            if self._in_flight.get(up or "", 0):
+                return  # somebody was let in meanwhile
+            self._doing = ("starting" if step.kind == "switch" else "stopping", step.engine)
+            self.since = self._clock.now()
+        try:
+            if step.kind == "switch":
+                self._switch(step.engine)
+            else:
+                self._stop(step.engine)
+        finally:
+            with self._changed:
+                self._doing = None
+                self._changed.notify_all()
+
+    def _switch(self, engine: str) -> None:
+        name, before = self.config.name, self._up
+        log(f"host {name}: switching to engine {engine}")
+        self._tell(engine, "loading")
+        try:
+            self._started(engine, self._ask("start", 900.0, engine=engine), before)
+            self._await_ready(engine)
+        except (GpuBusy, HostDown) as error:
+            self._tell(engine, "unloaded")
+            with self._changed:
+                self._look_due = 0.0
+                self._settle(self._waiting_for(engine), error)
+        except GuardError as error:
+            self._start_failed(engine, error)
+        else:
+            log(f"host {name}: engine {engine} is ready")
+            self._tell(engine, "loaded")
+            with self._changed:
+                self._failures.pop(engine, None)
+                self._now_up(engine, used=True)
+                self._settle(self._waiting_for(engine))
+            self.learn(engine)
+
+    def _started(self, engine: str, reply: dict[str, Any], before: str | None) -> None:
+        """Take in the agent's answer to `start`: from here on nothing is refused."""
+        prefix = f"switching host {self.config.name} to engine {engine} failed: host {self.config.name}: "
+        if not reply.get("ok"):
+            error = reply.get("error") or {}
+            if error.get("type") == "GpuBusy":
+                self.owners = reply.get("foreign", [])
+                raise GpuBusy(prefix + "GPU is busy, not switching: {}".format(client_safe(str(error.get("text")))))
+            raise EngineFailed(prefix + str(error.get("text", "no reason given")))
+        if before and before != engine:
+            log(f"host {self.config.name}: engine {before} stopped")
+            self._tell(before, "unloaded")
+        with self._changed:
+            self._up = None
+            for ticket in self._waiting_for(engine):
+                ticket.committed = True
+            self._changed.notify_all()
+
+    def _await_ready(self, engine: str) -> None:
+        """Until the engine's own process serves; EngineFailed when it ended, or when that takes too long."""
+        timeout = self.config.engines[engine].start_timeout
+        begun = self._clock.monotonic()
+        asked, pause = begun, 0.5
+        while True:
+            ready = self.api(engine).ready()
+            now = self._clock.monotonic()
+            if ready or now - asked >= pause:
+                asked, pause = now, min(10.0, pause * 1.5)
+                self._check_process(engine)
+            if ready:
+                return
+            if now - begun > timeout or self._unload == engine:
+                self._ask("stop", 300.0)
+                why = "it was unloaded" if self._unload == engine else f"not ready within {age(timeout)}"
+                raise EngineFailed(f"engine {engine}: {why}")
+            with self._changed:
+                for ticket in self._waiting_for(engine):
+                    ticket.committed = True
+                self._clock.wait(self._changed, 0.1)
+
+    def _check_process(self, engine: str) -> None:
+        """The one that answers must be the one that was started."""
+        reply = self._ask("status", 30.0, log=engine)
+        if reply.get("active") != engine:
+            lines = reply.get("log") or ["(it printed nothing)"]
+            raise EngineFailed("engine {} ended while it started; its last lines: {}".format(engine, " | ".join(lines[-5:])))
+        if reply.get("engine", {}).get("port") == "stranger":
+            raise EngineFailed("the port of engine {} is served by {}, not by it".format(engine, reply["engine"].get("stranger")))
+
+    def _start_failed(self, engine: str, error: GuardError) -> None:
+        name = self.config.name
+        text = str(error) if str(error).startswith("switching") else f"host {name}: {error}"
+        with self._changed:
+            unloaded = self._unload == engine
+            known = self._failures.get(engine)
+            pause = min(BACKOFF_LAST, known.pause * 2 if known else BACKOFF_FIRST)
+            failed = EngineFailed(client_safe(text))
+            if not unloaded:
+                self._failures[engine] = Failure(failed, pause, self._clock.monotonic() + pause)
+            self._look_due = 0.0
+            self._unload = None
+            self._settle(self._waiting_for(engine), failed)
+        log("{}{}".format(text, "" if unloaded else f"; not tried again for {age(pause)}"))
+        self._tell(engine, "unloaded", **({} if unloaded else {"failed": True}))
+
+    def _stop(self, engine: str) -> None:
+        name = self.config.name
+        why = "asked to unload" if self._unload else f"idle for {age(self.proxy.idle_stop)}"
+        log(f"host {name}: {why}: stopping engine {engine}")
+        try:
+            reply = self._ask("stop", 900.0)
+            problem = None if reply.get("ok") else str((reply.get("error") or {}).get("text"))
+        except AgentError as error:
+            problem = str(error)
+        with self._changed:
+            self._unload = None
+            if problem is None:
+                self._now_up(None, used=False)
+            else:
+                self._trusted = False
+                self._look_due = 0.0
+                self._last_ended = self._clock.monotonic()
+        if problem is None:
+            log(f"host {name}: engine {engine} stopped")
+            self._tell(engine, "unloaded")
+        else:
+            log(f"host {name}: engine {engine} is not stopped: {problem}")
+
+
+# ======================================================================================================================
+# 10  Proxy
+# ======================================================================================================================
+# The HTTP server: a thread per connection on socketserver (what http.server stands on), with a parser and a relay of its
+# own, since BaseHTTPRequestHandler is lax where a proxy must be strict, and slow. One request is one Exchange: parse,
+# authorise, read the body, route, acquire, forward. Errors become a response in one place, Exchange.refuse.
+
+HEAD_PATIENCE = 10.0  # seconds for a whole header block, however it trickles
+IDLE_PATIENCE = 120.0  # seconds that a connection may wait for its next request
+BODY_PATIENCE, BODY_RATE = 30.0, 16 * 1024  # a body may take that many seconds, and one more per BODY_RATE bytes
+IN_MEMORY = 8 << 20  # bytes of a request body kept in memory; larger ones go to a temp file
+MAX_DEPTH = 200  # of nested JSON in a request
+LINGER = 2.0  # seconds to read on after a refusal, so that a reset does not destroy the answer on its way
+SEND_PIECE = 1 << 20
+
+_REQUEST_LINE = re.compile(rf"({_TOKEN}) ([\x21-\x7e]+) HTTP/([0-9])\.([0-9])")
+_NOT_FORWARDED = HOP_BY_HOP | frozenset(
+    # x-conversation-id makes llama-server go on after its client left; keys are ours, never the engine's
+    "host content-length content-encoding expect cookie authorization x-api-key x-conversation-id".split()
+)
+_NOT_RETURNED = HOP_BY_HOP | frozenset(["content-length"])
+_OPEN_PATHS = frozenset(["/", "/health"])  # no key needed
+
+_API_PATHS = frozenset(
+    "/v1/chat/completions /v1/completions /v1/embeddings /v1/responses /v1/rerank /v1/reranking /v1/messages "
+    "/v1/messages/count_tokens".split()
+)
+_API_FOLDERS = ("/v1/audio/", "/v1/images/", "/v1/responses/")
+_LLAMA_PATHS = frozenset(
+    "/completion /completions /infill /tokenize /detokenize /apply-template /embedding /embeddings /rerank /reranking "
+    "/props /slots /lora-adapters".split()
+)
+_KNOWN_PATHS = sorted(_API_PATHS | _LLAMA_PATHS | {"/v1/models", "/models/load", "/models/unload", "/status", "/metrics"})
+
+
+def is_engine_path(path: str) -> bool:
+    """Is it one that engines answer?"""
+    return path in _API_PATHS or path in _LLAMA_PATHS or path.startswith(_API_FOLDERS) or path.startswith("/slots/")
+
+
+# ----- what a request's body says
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What routing needs to know of a body. `spans`: where the model's name stands in it, as (start, end) of the raw value."""
+
+    model: str | None = None
+    stream: bool = False
+    spans: tuple[tuple[int, int], ...] = ()
+    quoted: bool = True  # is the raw value a JSON string, or plain text (multipart)?
+
+
+_JSON_GAP = re.compile(rb"[ \t\r\n]*")
+_JSON_STRUCTURE = re.compile(rb'["\[\]{}]')
+_JSON_PLAIN = re.compile(rb"[-+.0-9A-Za-z]+")
+
+
+def _string_end(data: Any, start: int) -> int:
+    """The index behind the JSON string whose opening quote is at `start`."""
+    at = start
+    while True:
+        at = data.find(b'"', at + 1)
+        if at < 0:
+            raise BadRequest("the request's body is no JSON: an unfinished string")
+        if data[at - 1] != 92 or not _is_escaped(data, start, at):
+            return at + 1
+
+
+def _is_escaped(data: Any, start: int, at: int) -> bool:
+    """Is the quote at `at` escaped, by an odd number of backslashes before it?"""
+    count, end = 0, at
+    while True:
+        piece = bytes(data[max(start + 1, end - 4096):end])
+        kept = piece.rstrip(b"\\")
+        count += len(piece) - len(kept)
+        if kept or end - 4096 <= start + 1:
+            return count % 2 == 1
+        end -= 4096
+
+
+def _value_end(data: Any, start: int) -> int:
+    """The index behind the JSON value that begins at `start`; what is inside it is the engine's to judge."""
+    first = data[start:start + 1]
+    if first == b'"':
+        return _string_end(data, start)
+    if first not in (b"{", b"["):
+        match = _JSON_PLAIN.match(data, start)
+        if not match:
+            raise BadRequest("the request's body is no JSON: a value is missing")
+        return match.end()
+    depth, at = 0, start
+    while True:
+        match = _JSON_STRUCTURE.search(data, at)
+        if not match:
+            raise BadRequest("the request's body is no JSON: an unfinished object or list")
+        sign, at = match.group(), match.end()
+        if sign == b'"':
+            at = _string_end(data, at - 1)
+        elif sign in b"[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise BadRequest("the request's body is nested too deeply")
+        else:
+            depth -= 1
+            if not depth:
+                return at
+
+
+def asked_in_json(data: Any) -> Asked:
+    """The top-level `model` and `stream` of a JSON object, without decoding what surrounds them: a body may be 200 MB.
+
+    `data` is bytes or an mmap. BadRequest for anything but one object, a model that is no text, and two different models:
+    the proxy and an engine might each believe another one.
+    """
+    at = _JSON_GAP.match(data, 3 if data[:3] == b"\xef\xbb\xbf" else 0).end()  # type: ignore[union-attr]
+    if data[at:at + 1] != b"{":
+        raise BadRequest("the request's body is no JSON object")
+    at = _JSON_GAP.match(data, at + 1).end()  # type: ignore[union-attr]
+    found: dict[str, list[tuple[int, int]]] = {"model": [], "stream": []}
+    closed = data[at:at + 1] == b"}"
+    while not closed:
+        if data[at:at + 1] != b'"':
+            raise BadRequest("the request's body is no JSON: a key is due")
+        key_end = _string_end(data, at)
+        key = _json_value(data, at, key_end)
+        at = _JSON_GAP.match(data, key_end).end()  # type: ignore[union-attr]
+        if data[at:at + 1] != b":":
+            raise BadRequest("the request's body is no JSON: a colon is due")
+        at = _JSON_GAP.match(data, at + 1).end()  # type: ignore[union-attr]
+        end = _value_end(data, at)
+        if key in found:
+            found[key].append((at, end))
+        at = _JSON_GAP.match(data, end).end()  # type: ignore[union-attr]
+        sign = data[at:at + 1]
+        if sign not in (b",", b"}"):
+            raise BadRequest("the request's body is no JSON: a comma is due")
+        closed = sign == b"}"
+        if not closed:
+            at = _JSON_GAP.match(data, at + 1).end()  # type: ignore[union-attr]
+    at = _JSON_GAP.match(data, at + 1).end()  # type: ignore[union-attr]
+    if at != len(data):
+        raise BadRequest("the request's body is no JSON: something follows the object")
+    models = [_json_value(data, *span) for span in found["model"]]
+    for model in models:
+        if model is not None and not isinstance(model, str):
+            raise BadRequest("model must be a text")
+        if model != models[0]:
+            raise BadRequest("the request names two different models")
+    stream = found["stream"] and bytes(data[slice(*found["stream"][-1])]) == b"true"
+    return Asked(models[0] if models else None, bool(stream), tuple(found["model"]))
+
+
+def _json_value(data: Any, start: int, end: int) -> Any:
+    try:
+        return json.loads(bytes(data[start:end]))
+    except (ValueError, RecursionError):
+        raise BadRequest("the request's body is no JSON") from None
+
+
+def asked_in_form(data: Any, content_type: str) -> Asked:
+    """The `model` field of a multipart/form-data body (RFC 7578), as audio and image requests send it."""
+    match = re.search(r'boundary=(?:"([^"\r\n]{1,70})"|([^\s;,"]{1,70}))', content_type)
+    if not match:
+        raise BadRequest("multipart without a boundary")
+    mark = b"--" + (match.group(1) or match.group(2)).encode("latin-1")
+    found: list[tuple[int, int]] = []
+    at = data.find(mark)
+    while at >= 0:
+        head_start = at + len(mark)
+        head_end = data.find(b"\r\n\r\n", head_start)
+        following = data.find(b"\r\n" + mark, head_start)
+        if head_end < 0 or following < 0:
+            break
+        if head_end < following:
+            head = bytes(data[head_start:min(head_end, head_start + 8192)]).decode("latin-1")
+            if re.search(r'(?i)content-disposition:[^\r\n]*;\s*name="?model"?\s*(?:;|\r|$)', head):
+                found.append((head_end + 4, following))
+        at = following + 2
+    models = {bytes(data[start:end]).decode("utf-8", "replace") for start, end in found}
+    if len(models) > 1:
+        raise BadRequest("the request names two different models")
+    return Asked(models.pop() if models else None, False, tuple(found), quoted=False)
+
+
+class Upload:
+    """A request's body: in memory, or in a temp file when it is large."""
+
+    def __init__(self, limit: int, decoder: Callable[[bytes], Iterator[bytes]] | None = None) -> None:
+        self.size = 0
+        self.data: Any = b""
+        self._limit, self._decoder = limit, decoder
+        self._pieces: list[bytes] = []
+        self._file: Any = None
+
+    def add(self, data: bytes) -> None:
+        for piece in self._decoder(data) if self._decoder else (data,):
+            self.size += len(piece)
+            if self.size > self._limit:
+                raise BodyTooLarge(limit=size_text(self._limit), hint="")
+            if self._file is None and self.size > IN_MEMORY:
+                self._spill()
+            if self._file is None:
+                self._pieces.append(piece)
+            else:
+                self._store(piece)
+
+    def _spill(self) -> None:
+        import tempfile
+
+        try:
+            self._file = tempfile.TemporaryFile(buffering=0)
+        except OSError as error:
+            raise BodyTooLarge(limit="what can be kept", hint=f": {error.strerror}") from None
+        for piece in self._pieces:
+            self._store(piece)
+        self._pieces = []
+
+    def _store(self, piece: bytes) -> None:
+        view = memoryview(piece)
+        try:
+            while view:
+                view = view[self._file.write(view):]
+        except OSError as error:
+            raise BodyTooLarge(limit="what the disk has room for", hint=f": {error.strerror}") from None
+
+    def finish(self) -> None:
+        """All has come: `data` is readable now, as bytes or as a map of the file."""
+        if self._file is None:
+            self.data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+            self._pieces = []
+        else:
+            import mmap
+
+            self.data = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def send(self, wire: Wire, start: int, end: int) -> None:
+        """A part of it to a wire."""
+        view = memoryview(self.data)
+        for at in range(start, end, SEND_PIECE):
+            wire.write(view[at:min(at + SEND_PIECE, end)], heed=True)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()  # the map goes with its last view
+
+
+def body_decoder(coding: str, limit: int) -> Callable[[bytes], Iterator[bytes]] | None:
+    """A decoder for a request's Content-Encoding, None for identity. Engines decode none of them. UnsupportedCoding."""
+    coding = coding.strip().lower()
+    if coding in ("", "identity"):
+        return None
+    if coding in ("gzip", "x-gzip"):
+        import zlib
+
+        unzip: Any = zlib.decompressobj(31)
+        broken: Any = zlib.error
+    elif coding == "zstd":
+        try:
+            from compression import zstd  # type: ignore[import-not-found,unused-ignore]  # Python 3.14
+        except ImportError:
+            hint = "; in Codex set features.enable_request_compression = false"
+            raise UnsupportedCoding(coding="zstd", hint=hint) from None
+        unzip, broken = zstd.ZstdDecompressor(), zstd.ZstdError
+    else:
+        raise UnsupportedCoding(coding=client_safe(coding[:40]), hint=": send it plain or in gzip")
+
+    def decode(data: bytes) -> Iterator[bytes]:
+        """Pieces of bounded size, so that a bomb ends at the body's limit."""
+        try:
+            while data:
+                yield unzip.decompress(data, PIECE * 4)
+                if unzip.eof:
+                    return
+                data = b"" if coding == "zstd" and unzip.needs_input else getattr(unzip, "unconsumed_tail", b"")
+        except broken:
+            raise BadRequest(f"the request's body is no valid {coding}") from None
+
+    return decode
+
+
+# ----- one request
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where a model lives."""
+
+    model: str
+    host: Host
+    engine: str
+    upstream: str
+
+
+class Exchange:
+    """One request and its response on a client's connection."""
+
+    def __init__(self, proxy: Proxy, client: Wire, head: str) -> None:
+        self.proxy, self.client = proxy, client
+        self.started = time.monotonic()
+        self.method = self.path = self.query = ""
+        self.minor = 1
+        self.keep = False  # may the connection carry another request after this one?
+        self.fields = Fields("")
+        self.length = 0  # of the request's body
+        self.read_on = False  # does unread body stand in the connection?
+        self.upload: Upload | None = None
+        self.asked = Asked()
+        self.status = 0  # of the response; 0: none was begun
+        self.first_byte = 0.0  # seconds until the response began
+        self.last_write = self.started
+        self._head = head
+        self._chunked = False  # is the response's body sent in chunks?
+        self._events = False  # is it an event stream?
+        self._opened = False  # was it begun by us, in the engine's silence?
+        self._relayed = False  # has a byte of the engine's body gone out?
+        self._pending = b""  # the response's header block, until it can travel with the first of its body
+        self._tail = b"\n\n"  # the last bytes of an event stream: a comment may stand only between events
+
+    def run(self) -> None:
+        """Answer it, whatever comes. ClientGone when nobody is there to be answered."""
+        try:
+            self.parse()
+            handler, admin = self.proxy.find(self.method, self.path)
+            self.authorise(admin)
+            if self.method == "OPTIONS":
+                self.reply(204, b"", self._preflight())
+            elif self.fields.has_token("connection", "upgrade") and self.fields.has_token("upgrade", "websocket"):
+                self.keep = False
+                raise UpgradeRefused()
+            else:
+                if self.proxy.draining:
+                    raise ShuttingDown()
+                if handler is None:
+                    raise self.unknown_path()
+                self.receive()
+                handler(self)
+        except ClientGone:
+            raise
+        except GuardError as error:
+            self.refuse(error)
+        finally:
+            if self.upload:
+                self.upload.close()
+
+    # ----- parse
+
+    def parse(self) -> None:
+        """The request line and the fields, strictly: BadRequest closes the connection, since where the next request begins
+        is then unknown."""
+        line, _, block = self._head.partition("\r\n")
+        match = _REQUEST_LINE.fullmatch(line)
+        if not match:
+            raise BadRequest("malformed request line")
+        self.method, target, major, minor = match.groups()
+        if major != "1":
+            raise BadRequest("only HTTP/1.1 is spoken here")
+        self.minor = min(1, int(minor))
+        try:
+            self.fields = Fields(block)
+            self.length = body_length(self.fields, 0, self.minor)
+        except ProtocolError as error:
+            raise BadRequest(str(error)) from None
+        self.read_on = self.length != 0
+        if self.minor and "host" not in self.fields:
+            raise BadRequest("a Host field is due")
+        self._split(target)
+        self.keep = self.minor == 1 and not self.fields.has_token("connection", "close")
+
+    def _split(self, target: str) -> None:
+        """origin-form, or absolute-form whose authority is dropped: this is no forward proxy, nothing is ever dialled."""
+        if self.method == "CONNECT":
+            raise MethodNotAllowed(method="CONNECT")
+        if not target.startswith("/"):
+            match = re.fullmatch(r"(?i)https?://[^/?#]*([/?].*)?", target)
+            if match:
+                target = match.group(1) or "/"
+            elif target != "*" or self.method != "OPTIONS":
+                raise BadRequest("malformed request target")
+        if "#" in target:
+            raise BadRequest("malformed request target")
+        self.path, _, self.query = target.partition("?")
+        if not self.path.startswith("/upstream/"):
+            self.path = tidy_path(self.path)
+
+    def authorise(self, admin: bool) -> None:
+        """Unauthorised unless one of the keys that were sent is good; whether a model exists is not told."""
+        proxy = self.proxy.config.proxy
+        wanted = proxy.admin_keys if admin and proxy.admin_keys else proxy.api_keys + proxy.admin_keys if proxy.api_keys else ()
+        if not wanted or self.method == "OPTIONS" or self.path in _OPEN_PATHS:
+            return
+        import hmac
+
+        good = False
+        for sent in self._keys_sent():
+            for key in wanted:
+                good |= hmac.compare_digest(sent.encode("latin-1", "replace"), key.encode())
+        if not good:
+            raise Unauthorised()
+
+    def _keys_sent(self) -> Iterator[str]:
+        scheme, _, word = self.fields.get("authorization").partition(" ")
+        word = word.strip()
+        if scheme.lower() == "bearer" and word:
+            yield word
+        elif scheme.lower() == "basic":
+            import base64
+
+            try:
+                yield base64.b64decode(word, validate=True).decode("latin-1").partition(":")[2]
+            except ValueError:
+                pass
+        if self.fields.get("x-api-key"):
+            yield self.fields.get("x-api-key")
+
+    def unknown_path(self) -> GuardError:
+        path = self.path
+        if path.startswith("/v1/v1/"):
+            return UnknownPath(path=printable(path), hint=f", did you mean {path[3:]}?")
+        return UnknownPath(path=printable(path), hint=did_you_mean(path, _KNOWN_PATHS))
+
+    def receive(self) -> None:
+        """Read the body."""
+        limit = self.proxy.config.proxy.max_body
+        expects = self.fields.get("expect").lower() if self.minor else ""
+        if expects not in ("", "100-continue"):
+            raise ExpectationFailed()
+        if self.length > limit:
+            raise BodyTooLarge(limit=size_text(limit), hint="")
+        decoder = body_decoder(self.fields.get("content-encoding"), limit) if self.length else None
+        if not self.length:
+            return
+        if expects and not self.client.buffer:  # a client that has begun to send needs no leave
+            self.client.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.upload = Upload(limit, decoder)
+        body = Body(self.client, self.length)
+        begun, received = time.monotonic(), 0
+        try:
+            while True:
+                data = body.read(begun + BODY_PATIENCE + received / BODY_RATE)
+                if not data:
+                    break
+                received += len(data)
+                self.upload.add(data)
+        except ProtocolError as error:
+            self.keep = False
+            raise BadRequest(str(error)) from None
+        except DeadlinePassed:
+            raise BadRequest("the request's body did not arrive in time") from None
+        except PeerGone:
+            raise ClientGone() from None
+        self.read_on = False
+        self.upload.finish()
+
+    # ----- route and forward
+
+    def forward(self, path: str) -> None:
+        """To the engine of the model that the request names."""
+        content_type = self.fields.get("content-type")
+        query_model = dict(parse_qsl(self.query)).get("model")
+        if self.upload is not None and content_type.lower().startswith("multipart/"):
+            self.asked = asked_in_form(self.upload.data, content_type)
+        elif self.upload is not None and self.upload.size:
+            self.asked = asked_in_json(self.upload.data)
+        elif self.method == "POST" and query_model is None:
+            raise BadRequest("the request has no body")
+        route = self.proxy.route(self.asked.model if self.asked.model is not None else query_model)
+        query = self.query
+        if query_model is not None and route.upstream != route.model:
+            query = re.sub(r"(^|&)model=[^&]*", lambda m: m.group(1) + "model=" + quote(route.upstream, safe=""), query)
+        self.forward_to(route, path + ("?" + query if query else ""))
+
+    def forward_to(self, route: Route, target: str) -> None:
+        """Start the engine where it must be, send the request, relay the answer. An engine that died since it was last seen
+        is started again once, as long as nothing was sent to it."""
+        self.proxy.counters.begin(route.model)
+        try:
+            for last in (False, True):
+                lease = route.host.acquire(route.engine, self.waiting)
+                try:
+                    self._send_and_relay(route, target)
+                    return
+                except EngineLost as error:
+                    log("host {}: engine {}: {}".format(route.host.config.name, route.engine, error.fields.get("detail", error)))
+                    route.host.suspect(route.engine)
+                    if last or not error.fields.get("refused") or not route.host.config.engines[route.engine].managed:
+                        raise
+                finally:
+                    lease.release()
+        except GuardError as error:
+            if not isinstance(error, ClientGone):
+                error.args = (f"model {printable(route.model)}: {error}",)
+            raise
+        finally:
+            self.proxy.counters.end(route.model, self.status, time.monotonic() - self.started)
+
+    def waiting(self, committed: bool) -> None:
+        """Called while this request queues for its engine."""
+        if len(self.client.buffer) <= PIECE and not self.client.look():
+            raise ClientGone()
+        if committed and self.asked.stream and time.monotonic() - self.last_write >= self.proxy.config.proxy.stream_keepalive:
+            self.keep_alive()
+
+    def _send_and_relay(self, route: Route, target: str) -> None:
+        api = route.host.api(route.engine)
+        head, parts = self._request(route, api, target)
+        wire = api.pool.take()
+        response = None
+        if wire is not None:
+            response = self._exchange(wire, head, parts)  # None: the kept connection had gone stale
+        if response is None:
+            try:
+                wire = api.pool.connect(time.monotonic() + 10.0, self.client)
+            except DeadlinePassed:
+                raise EngineLost("the engine does not answer") from None
+            response = self._exchange(wire, head, parts)
+        if response is None:
+            raise EngineLost("the engine closed the connection before it answered")
+        assert wire is not None
+        done = False
+        try:
+            self.relay(response)
+            done = response.reusable and response.body.complete and not wire.buffer
+        finally:
+            if done:
+                api.pool.give(wire)
+            else:
+                wire.close()
+
+    def _request(self, route: Route, api: EngineApi, target: str) -> tuple[bytes, list[Any]]:
+        """The header block for the engine, and the body as (start, end) parts of the upload and bytes between them."""
+        parts: list[Any] = []
+        length = 0
+        if self.upload is not None:
+            at = 0
+            name = json.dumps(route.upstream).encode() if self.asked.quoted else route.upstream.encode()
+            for start, end in self.asked.spans if route.upstream != route.model else ():
+                parts += [(at, start), name]
+                at = end
+            parts.append((at, self.upload.size))
+            length = sum(len(part) if isinstance(part, bytes) else part[1] - part[0] for part in parts)
+        fields = [("Host", api.address.authority), *self.fields.end_to_end(_NOT_FORWARDED)]
+        if api.key:
+            fields.append(("Authorization", "Bearer " + api.key))
+        if self.upload is not None or self.method in ("POST", "PUT", "PATCH"):
+            fields.append(("Content-Length", str(length)))
+        return request_head(self.method, api.address.base + target, fields), parts
+
+    def _exchange(self, wire: Wire, head: bytes, parts: list[Any]) -> Response | None:
+        """Send a request, wait for the head of its answer; None when the connection ended before a byte of it came."""
+        keep = self.proxy.config.proxy.stream_keepalive if self.asked.stream else NEVER
+        sent_all = True
+        try:
+            try:
+                self._send(wire, head, parts)
+            except PeerGone:
+                sent_all = False  # it may have answered before it had read all: that answer counts
+            while True:
+                try:
+                    response = Response(wire, self.method, time.monotonic() + keep, self.client)
+                    response.reusable &= sent_all
+                    return response
+                except DeadlinePassed:
+                    self.keep_alive()
+        except PeerGone:
+            wire.close()
+            if wire.buffer:
+                raise EngineLost("the engine closed the connection in the midst of its answer") from None
+            return None
+        except ProtocolError as error:
+            wire.close()
+            raise EngineLost("the engine's answer is malformed", detail=f"malformed answer: {error}") from None
+        except HeadTooLarge:
+            wire.close()
+            raise EngineLost("the engine's answer is malformed", detail="endless header") from None
+        except BaseException:
+            wire.close()
+            raise
+
+    def _send(self, wire: Wire, head: bytes, parts: list[Any]) -> None:
+        upload = self.upload
+        if upload is not None and upload.size <= PIECE:
+            body = [part if isinstance(part, bytes) else upload.data[slice(*part)] for part in parts]
+            wire.write(b"".join([head, *body]))
+            return
+        wire.write(head)
+        for part in parts:
+            if isinstance(part, bytes):
+                wire.write(part)
+            elif upload is not None:
+                upload.send(wire, *part)
+
+    # ----- answer
+
+    def relay(self, response: Response) -> None:
+        """The engine's answer to the client: bytes as they come. One that breaks off never gets a clean end: EngineLost."""
+        body = response.body
+        try:
+            if self._opened and not (response.status == 200 and response.is_event_stream):
+                whole = body.all(time.monotonic() + BODY_PATIENCE, IN_MEMORY, self.client)
+                self.payload(b"data: %b\n\n" % b" ".join(whole.split()))
+            else:
+                self._begin_relay(response)
+                self._copy(body)
+        except (PeerGone, ProtocolError, DeadlinePassed) as error:
+            detail = f"its answer broke off: {error}"
+            raise EngineLost("the engine's answer broke off", detail=detail) from None
+        self.finish()
+
+    def _begin_relay(self, response: Response) -> None:
+        if self._opened:
+            return
+        fields = response.fields.end_to_end(_NOT_RETURNED)
+        length: int | str = response.body.length
+        if self.method == "HEAD":
+            length = response.fields.get("content-length")
+        elif response.status in (204, 304):
+            length = ""
+        self._events = response.is_event_stream
+        if self._events and "x-accel-buffering" not in response.fields:
+            fields.append(("X-Accel-Buffering", "no"))
+        self.begin(response.status, response.reason, fields, length)
+
+    def _copy(self, body: Body) -> None:
+        silence = self.proxy.config.proxy.stream_keepalive if self.asked.stream and self._events else NEVER
+        if not body.wire.buffer:
+            self._flush()
+        while not body.complete:
+            try:
+                data = body.read(NEVER if silence == NEVER else time.monotonic() + silence, self.client)
+            except DeadlinePassed:
+                self.keep_alive()
+                continue
+            if data:
+                self._relayed = True
+                self.payload(data)
+
+    def begin(self, status: int, reason: str, fields: Iterable[tuple[str, str]], length: int | str) -> None:
+        """Start the response. `length`: bytes, "" for no body at all, or negative when nobody knows: chunks then, or until
+        the connection closes for HTTP/1.0. It goes out with the first of the body, or with _flush."""
+        lines = ["{}: {}\r\n".format(*item) for item in fields]
+        if isinstance(length, str):
+            if length:
+                lines.append(f"Content-Length: {length}\r\n")
+        elif length >= 0:
+            lines.append("Content-Length: %d\r\n" % length)
+        elif self.minor:
+            self._chunked = True
+            lines.append("Transfer-Encoding: chunked\r\n")
+        else:
+            self.keep = False
+        if not self.keep or self.read_on or self.proxy.draining:
+            self.keep = False
+            lines.append("Connection: close\r\n")
+        self.status = status
+        self.first_byte = time.monotonic() - self.started
+        self._pending = ("HTTP/1.1 %d %s\r\n%s\r\n" % (status, reason, "".join(lines))).encode("latin-1", "replace")
+
+    def payload(self, data: bytes) -> None:
+        """Some of the response's body."""
+        self._tail = data if len(data) > 3 else (self._tail + data)[-4:]
+        if self._chunked:
+            data = b"%b%x\r\n%b\r\n" % (self._pending, len(data), data)
+        elif self._pending:
+            data = self._pending + data
+        self._pending = b""
+        self.write(data)
+
+    def finish(self) -> None:
+        """The response is complete."""
+        if self._chunked:
+            self.write(self._pending + b"0\r\n\r\n")
+            self._pending = b""
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._pending:
+            data, self._pending = self._pending, b""
+            self.write(data)
+
+    def write(self, data: bytes) -> None:
+        try:
+            self.client.write(data)
+        except PeerGone:
+            raise ClientGone() from None
+
+    def keep_alive(self) -> None:
+        """A comment on a silent event stream, between events only: clients give up after 300 s without a header or a byte.
+        When the engine has not answered yet the response begins here, and a later error arrives as an event."""
+        if not self.status:
+            self._opened = self._events = True
+            self.begin(200, "OK", [("Content-Type", "text/event-stream"), *_STREAM_FIELDS, *self._cors()], -1)
+        if self._tail.endswith((b"\n\n", b"\r\n\r\n")):
+            self.payload(b": keepalive\n\n")
+        self.last_write = time.monotonic()
+
+    def reply(self, status: int, body: bytes, fields: Iterable[tuple[str, str]] = (), content_type: str = "") -> None:
+        """A whole response of our own."""
+        from http import HTTPStatus
+
+        typed = [("Content-Type", content_type)] if content_type else []
+        self.begin(status, HTTPStatus(status).phrase, [*typed, *fields, *self._cors()], "" if status == 204 else len(body))
+        if body and self.method != "HEAD":
+            self.payload(body)
+        self.finish()
+
+    def json(self, content: Any, status: int = 200, fields: Iterable[tuple[str, str]] = ()) -> None:
+        self.reply(status, json.dumps(content).encode(), fields, "application/json; charset=utf-8")
+
+    def refuse(self, error: GuardError) -> None:
+        """An error becomes a response: the one place where that happens."""
+        if isinstance(error, (BadRequest, MethodNotAllowed)) and not self.upload:
+            self.keep = self.keep and not self.read_on
+        if self.status:
+            self._break_off(error)
+            return
+        status = self._status_of(error)
+        more = [("x-should-retry", str(error.retry).lower())] if error.retry is not None else []
+        if isinstance(error, Unauthorised):
+            more.append(("WWW-Authenticate", "Bearer"))
+        self.json(self._error(error, status), status, more)
+        if self.read_on:
+            self.linger()
+
+    def _break_off(self, error: GuardError) -> None:
+        """An error after the response began: an event where the client can read one. What the engine left unfinished gets no
+        clean end, so that nobody takes it for whole."""
+        self.keep = False
+        if self._events and self._tail.endswith((b"\n\n", b"\r\n\r\n")):
+            event = "" if self._chat_events() else "event: error\n"
+            self.payload((f"{event}data: {json.dumps(self._error(error, error.status))}\n\n").encode())
+            if not self._relayed:
+                self.finish()
+
+    def _chat_events(self) -> bool:
+        """Are events of this path unnamed (OpenAI chat, llama.cpp), or named (Anthropic, /v1/responses)?"""
+        return not self.path.startswith(("/v1/messages", "/v1/responses"))
+
+    def _status_of(self, error: GuardError) -> int:
+        """The error's status, or for a client that would retry one it does not know, the status that stops it."""
+        if error.status in (413, 415, 417, 423, 431):
+            agent = self.fields.get("user-agent").lower()
+            for prefix, status in self.proxy.config.proxy.refusal_status.items():
+                if agent.startswith(prefix.lower()):
+                    return status
+        return error.status
+
+    def _error(self, error: GuardError, status: int) -> dict[str, Any]:
+        """The body of a refusal, in Anthropic's shape on Anthropic's paths."""
+        text = str(error)
+        if self.path.startswith("/v1/messages"):
+            return {"type": "error", "error": {"type": error.type, "message": text, "code": status}}
+        content: dict[str, Any] = {"error": {"code": status, "message": text, "type": error.type, "param": None}}
+        if self.status and self.path.startswith("/v1/responses"):
+            content.update(type="error", code=error.type, message=text, param=None)
+        return content
+
+    def linger(self) -> None:
+        """Read on for a moment what a refused client still sends: closing at once would reset the connection, and destroy
+        the answer before it is read."""
+        self._flush()
+        deadline = time.monotonic() + LINGER
+        try:
+            self.client.sock.shutdown(socket.SHUT_WR)
+            while self.client.read(deadline):
+                pass
+        except (OSError, DeadlinePassed):
+            pass
+
+    def _cors(self) -> list[tuple[str, str]]:
+        origin = self.fields.get("origin")
+        return [("Access-Control-Allow-Origin", origin)] if origin else []
+
+    def _preflight(self) -> list[tuple[str, str]]:
+        wanted = self.fields.get("access-control-request-headers") or "authorization, content-type, x-api-key"
+        return [
+            ("Access-Control-Allow-Methods", "GET, POST, OPTIONS"),
+            ("Access-Control-Allow-Headers", wanted),
+            ("Access-Control-Max-Age", "86400"),
+        ]
+
+
+_STREAM_FIELDS = (("Cache-Control", "no-cache"), ("X-Accel-Buffering", "no"))
+
+
+def tidy_path(path: str) -> str:
+    """Our own and the API's paths as people type them: runs of slashes are one, a last slash is none, escapes are decoded."""
+    path = re.sub("//+", "/", unquote(path) if "%" in path else path)
+    return path[:-1] if path.endswith("/") and path != "/" else path
+
+
+# ----- the server
+
+
+class Counters:
+    """Requests by model and status, and how long they took; read by /metrics."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.requests: dict[tuple[str, int], int] = {}
+        self.seconds: dict[str, float] = {}
+        self.in_flight: dict[str, int] = {}
+
+    def begin(self, model: str) -> None:
+        with self._lock:
+            self.in_flight[model] = self.in_flight.get(model, 0) + 1
+
+    def end(self, model: str, status: int, seconds: float) -> None:
+        with self._lock:
+            self.in_flight[model] -= 1
+            key = (model, status)
+            self.requests[key] = self.requests.get(key, 0) + 1
+            self.seconds[model] = self.seconds.get(model, 0.0) + seconds
+
+
+class Connection:
+    """One client's connection, served by one thread."""
+
+    __slots__ = ("proxy", "wire", "idle_since")
+
+    def __init__(self, proxy: Proxy, sock: socket.socket) -> None:
+        self.proxy = proxy
+        self.wire = Wire(sock)
+        self.idle_since: float | None = None  # None: at work
+
+    def serve(self) -> None:
+        try:
+            while self._one():
+                pass
+        finally:
+            self.proxy.gone(self)
+            self.wire.close()
+
+    def _one(self) -> bool:
+        """One request; False when it was the last one."""
+        head = self._head()
+        if not head:
+            return False
+        exchange = Exchange(self.proxy, self.wire, head)
+        try:
+            exchange.run()
+        except ClientGone:
+            return False
+        except Exception:
+            import traceback
+
+            log(f"internal error, this connection is closed: {traceback.format_exc()}")
+            return False
+        return exchange.keep
+
+    def _head(self) -> str:
+        """The next header block; "" when there is none, or when it was refused."""
+        wire = self.wire
+        try:
+            if not wire.buffer:
+                self.idle_since = time.monotonic()
+                if self.proxy.draining or not wire.fill(self.idle_since + IDLE_PATIENCE):
+                    return ""
+                self.idle_since = None
+            deadline = time.monotonic() + HEAD_PATIENCE
+            while wire.buffer[:2] in (b"\r\n", b"\r", b""):  # an empty line before a request is harmless (RFC 9112, 2.2)
+                wire.buffer = wire.buffer[2:] if wire.buffer[:2] == b"\r\n" else wire.buffer
+                if len(wire.buffer) < 2 and not wire.fill(deadline):
+                    return ""
+        except (DeadlinePassed, PeerGone):
+            return ""
+        try:
+            return wire.head(deadline)
+        except PeerGone:
+            return ""
+        except DeadlinePassed:
+            error: GuardError = HeadTimeout()
+        except HeadTooLarge as large:
+            error = large
+        exchange = Exchange(self.proxy, wire, "")
+        exchange.read_on = True
+        try:
+            exchange.refuse(error)
+        except ClientGone:
+            pass
+        return ""
+
+
+# What answers a path by itself: path -> method -> (handler, does it take an admin key). A path that ends in "*" stands for
+# all below it.
+Routes = dict  # of str to dict[str, tuple[Callable[[Exchange], None], bool]]
+
+
+class Proxy(socketserver.ThreadingTCPServer):
+    """The server, its hosts and its routes. `own` holds the paths that it answers by itself (section 11)."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 1024
+
+    def __init__(self, config: Config, folder: str, own: Routes, clock: Clock | None = None) -> None:
+        self.config, self.folder, self.own = config, folder, own
+        self.clock = clock or Clock()
+        self.events, self.counters = Events(), Counters()
+        self.started, self.sha256 = self.clock.now(), own_hash()
+        self.draining = False
+        self.hosts: dict[str, Host] = {}
+        self._connections: set[Connection] = set()
+        self._lock = threading.Lock()
+        host, port = config.proxy.listen
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        super().__init__((host, port), None)  # type: ignore[arg-type]
+        self._set_hosts(config)
+
+    # ----- connections
+
+    def server_bind(self) -> None:
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # [::] takes IPv4 too
+        super().server_bind()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM) and not self.draining:
+                log(f"no more connections can be taken: {error.strerror}")
+                time.sleep(0.1)  # the listener stays readable: do not spin
+            raise
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Is there room? The connection that has been idle for longest makes room for a new one."""
+        with self._lock:
+            if len(self._connections) < self.config.proxy.max_connections:
+                return True
+            idle = [(c.idle_since, c.wire) for c in self._connections if c.idle_since is not None]
+        if idle:
+            _hang_up(min(idle, key=lambda entry: entry[0] or 0.0)[1].sock)
+            return True
+        try:
+            request.setblocking(False)
+            body = json.dumps({"error": {"code": 503, "message": str(TooManyConnections()), "type": "unavailable_error"}})
+            request.send(
+                ("HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
+                 "Connection: close\r\n\r\n%s" % (len(body), body)).encode()
+            )
+        except OSError:
+            pass
+        return False
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        connection = Connection(self, request)
+        with self._lock:
+            self._connections.add(connection)
+        try:
+            threading.Thread(target=connection.serve, daemon=True).start()
+        except RuntimeError as error:  # no more threads
+            self.gone(connection)
+            log(f"a connection cannot be served: {error}")
+            connection.wire.close()
+
+    def gone(self, connection: Connection) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log(f"a connection ended badly: {sys.exc_info()[1]!r}")
+
+    # ----- hosts and routes
+
+    def _set_hosts(self, config: Config) -> None:
+        """Take these hosts: known ones are told, new ones get their thread, gone ones are let go as they are."""
+        hosts: dict[str, Host] = {}
+        for name, host_config in config.hosts.items():
+            known = self.hosts.get(name)
+            if known is not None and known.config.ssh == host_config.ssh:
+                known.reconfigure(host_config, config.proxy)
+                hosts[name] = known
+                continue
+            hosts[name] = host = Host(host_config, config.proxy, Remote(host_config, self.folder), self.events, self.clock)
+            threading.Thread(target=host.run, name="host " + name, daemon=True).start()
+        for name, host in self.hosts.items():
+            if hosts.get(name) is not host:
+                host.close()
+        self.config, self.hosts = config, hosts
+
+    def reload(self, config: Config) -> None:
+        """A new configuration; nothing that is still in it is stopped or cut."""
+        if config.proxy.listen != self.config.proxy.listen:
+            log("proxy.listen changed: that takes a restart")
+        self._set_hosts(config)
+        log("configuration reloaded: {}".format(", ".join(config.hosts)))
+
+    def find(self, method: str, path: str) -> tuple[Callable[[Exchange], None] | None, bool]:
+        """(what answers this path, does it take an admin key). MethodNotAllowed; (None, False) for an unknown path."""
+        entry = self.own.get(path)
+        if entry is None and "/v1" + path in _API_PATHS and path not in _LLAMA_PATHS:
+            path = "/v1" + path  # a base URL typed without /v1
+        if entry is None and is_engine_path(path):
+            return (lambda exchange: exchange.forward(path)), False
+        if entry is None:
+            entry = next((own for name, own in self.own.items() if name[-1] == "*" and path.startswith(name[:-1])), None)
+        if entry is None or method == "OPTIONS":
+            return None, False
+        found: tuple[Callable[[Exchange], None], bool] | None
+        found = entry.get("GET" if method == "HEAD" else method) or entry.get("*")
+        if found is None:
+            raise MethodNotAllowed(method=method)
+        return found
+
+    def route(self, model: str | None) -> Route:
+        """Where that model lives; without a name the single configured one. UnknownModel, BadRequest."""
+        if model is None:
+            names = [name for host in self.hosts.values() for name in host.models()]
+            if len(names) != 1:
+                some = ", ".join(names[:5]) + (" …" if len(names) > 5 else "")
+                raise BadRequest(f"no model is named; there are {some}" if names else "no model is named, and none is known")
+            model = names[0]
+        for learned in (False, True):
+            for host in self.hosts.values():
+                if learned:
+                    host.learn_unmanaged()
+                found = host.find(model)
+                if found:
+                    return Route(model, host, *found)
+        names = [name for host in self.hosts.values() for name in host.models()]
+        raise UnknownModel(model=printable(model[:200]), hint=did_you_mean(model, names, 3))
+
+    # ----- the end
+
+    def drain(self) -> bool:
+        """Stop accepting, let what runs end by itself; False when drain_timeout came first."""
+        self.draining = True
+        _hang_up(self.socket)  # wakes the accepting thread
+        self.shutdown()
+        self.server_close()
+        deadline = time.monotonic() + self.config.proxy.drain_timeout
+        while time.monotonic() < deadline:
+            with self._lock:
+                connections = list(self._connections)
+            for connection in connections:
+                if connection.idle_since is not None:
+                    _hang_up(connection.wire.sock)
+            if not connections:
+                return True
+            time.sleep(0.05)
+        return False
+
+
+def _hang_up(sock: socket.socket) -> None:
+    """Wake whoever reads this socket, with an end of stream."""
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass
+
+
+# ======================================================================================================================
+# 11  Views
+# ======================================================================================================================
+# The paths that the proxy answers by itself, in the words of llama.cpp's router and of llama-swap where those have them.
+
+OWN: Routes = {}
+SSE_PING = 15.0  # seconds of silence before a comment
+
+
+def own(method: str, path: str, admin: bool = False) -> Callable[[Any], Any]:
+    """Register what answers a path."""
+
+    def register(handler: Any) -> Any:
+        OWN.setdefault(path, {})[method] = (handler, admin)
+        return handler
+
+    return register
+
+
+def model_entry(host: Host, model: str, engine: str, said: dict[str, Any], created: float) -> dict[str, Any]:
+    """One model as llama.cpp's router lists it, the state of its engine in `status`. When the engine is itself a router,
+    the model's own state, as the router says."""
+    state = host.engine_state(engine)
+    status: dict[str, Any] = {"value": state}
+    failure = host.failure(engine)
+    if failure and state == "unloaded":
+        status.update(failed=True, error=str(failure))
+    if state == "loaded" and isinstance(said.get("status"), dict):
+        status = {key: said["status"][key] for key in ("value", "failed", "exit_code") if key in said["status"]}
+    entry = {"id": model, "object": "model", "created": int(created), "owned_by": "llmguard", "status": status}
+    if isinstance(said.get("meta"), dict):
+        entry["meta"] = said["meta"]
+    return entry
+
+
+def model_list(proxy: Proxy) -> list[dict[str, Any]]:
+    return [
+        model_entry(host, model, engine, said, proxy.started)
+        for host in proxy.hosts.values()
+        for model, (engine, said) in host.models().items()
+    ]
+
+
+@own("GET", "/health")
+def health_view(exchange: Exchange) -> None:
+    exchange.json({"status": "ok"})
+
+
+@own("GET", "/v1/models")
+@own("GET", "/models")
+def models_view(exchange: Exchange) -> None:
+    for host in exchange.proxy.hosts.values():
+        host.learn_unmanaged()
+    exchange.json({"object": "list", "data": model_list(exchange.proxy)})
+
+
+@own("GET", "/v1/models/*")
+def model_view(exchange: Exchange) -> None:
+    name = exchange.path[len("/v1/models/"):]
+    route = exchange.proxy.route(name)
+    said = route.host.models().get(name, (route.engine, {}))[1]
+    exchange.json(model_entry(route.host, name, route.engine, said, exchange.proxy.started))
+
+
+def _model_of_body(exchange: Exchange) -> Route:
+    asked = asked_in_json(exchange.upload.data) if exchange.upload and exchange.upload.size else Asked()
+    return exchange.proxy.route(asked.model)
+
+
+def _is_router(route: Route) -> bool:
+    """Does the engine load and unload its models by itself? A router tells each one's status."""
+    said = route.host.models().get(route.model, (route.engine, {}))[1]
+    return isinstance(said.get("status"), dict)
+
+
+@own("POST", "/models/load", admin=True)
+def load_view(exchange: Exchange) -> None:
+    """llama.cpp's: answers at once, the model loads meanwhile; here a held GPU is refused first."""
+    route = _model_of_body(exchange)
+    managed = route.host.config.engines[route.engine].managed
+    if managed and route.host.engine_state(route.engine) != "loaded":
+        route.host.load(route.engine, exchange.waiting)
+    elif not _is_router(route):
+        raise BadRequest("model is already running")
+    elif not route.host.api(route.engine).load(route.upstream):
+        raise EngineLost(f"model {printable(route.model)}: the engine did not load it")
+    exchange.json({"success": True})
+
+
+@own("POST", "/models/unload", admin=True)
+def unload_view(exchange: Exchange) -> None:
+    """llama.cpp's: answers at once; the engine stops as soon as nothing runs on it."""
+    if not unload(_model_of_body(exchange), 0.0):
+        raise BadRequest("model is not running")
+    exchange.json({"success": True})
+
+
+def unload(route: Route, seconds: float) -> bool:
+    """Unload a model, waiting that long for its end; False when it does not run."""
+    if not route.host.config.engines[route.engine].managed or _is_router(route):
+        return route.host.api(route.engine).unload(route.upstream)
+    if route.host.engine_state(route.engine) == "unloaded":
+        return False
+    route.host.unload(route.engine, seconds)
+    return True
+
+
+@own("POST", "/api/models/unload/*", admin=True)
+def swap_unload_view(exchange: Exchange) -> None:
+    """llama-swap's: answers when the engine is gone; what runs on it ends by itself first."""
+    unload(exchange.proxy.route(exchange.path[len("/api/models/unload/"):]), exchange.proxy.config.proxy.queue_timeout)
+    exchange.reply(200, b"OK", content_type="text/plain; charset=utf-8")
+
+
+@own("POST", "/api/models/unload", admin=True)
+@own("GET", "/unload", admin=True)
+def swap_unload_all_view(exchange: Exchange) -> None:
+    for host in exchange.proxy.hosts.values():
+        engines = {engine for engine, _ in host.models().values() if host.config.engines[engine].managed}
+        for engine in engines:
+            if host.engine_state(engine) != "unloaded":
+                host.unload(engine, exchange.proxy.config.proxy.queue_timeout)
+    exchange.json({"msg": "ok"})
+
+
+@own("GET", "/running")
+def running_view(exchange: Exchange) -> None:
+    """llama-swap's list of what is loaded."""
+    words = {"loading": "starting", "loaded": "ready"}
+    running = []
+    for host in exchange.proxy.hosts.values():
+        for model, (engine, _) in host.models().items():
+            state = host.engine_state(engine)
+            if state in words:
+                config = host.config.engines[engine]
+                address = host.address(engine)
+                running.append({
+                    "model": model,
+                    "state": "stopping" if host.state == "stopping" else words[state],
+                    "cmd": " ".join(config.command or ()),
+                    "proxy": f"http://{address.authority}{address.base}",
+                    "ttl": 0 if host.proxy.idle_stop == NEVER else int(host.proxy.idle_stop),
+                    "name": model,
+                    "description": f"engine {engine} of host {host.config.name}",
+                })
+    exchange.json({"running": running})
+
+
+@own("*", "/upstream/*")
+def upstream_view(exchange: Exchange) -> None:
+    """/upstream/MODEL/REST: the rest of the path goes to the engine byte for byte, but cannot climb out of it."""
+    raw = exchange.path[len("/upstream/"):]
+    parts = raw.split("/")
+    for count in range(1, len(parts) + 1):
+        try:
+            route = exchange.proxy.route(unquote("/".join(parts[:count])))
+            break
+        except UnknownModel:
+            if count == len(parts):
+                raise
+    rest = "/" + "/".join(parts[count:])
+    if any(segment in (".", "..") for segment in re.split(r"[/\\]", unquote(unquote(rest)))):
+        raise BadRequest("the path leaves its engine")
+    if exchange.upload and exchange.upload.data[:1] == b"{":
+        exchange.asked = replace(asked_in_json(exchange.upload.data), spans=())
+    exchange.forward_to(route, rest + ("?" + exchange.query if exchange.query else ""))
+
+
+@own("GET", "/status")
+def status_view(exchange: Exchange) -> None:
+    proxy = exchange.proxy
+    exchange.json({
+        "version": __version__,
+        "sha256": proxy.sha256,
+        "started": timestamp(proxy.started),
+        "hosts": {name: host.view() for name, host in proxy.hosts.items()},
+        "models": {
+            model: {"host": host.config.name, "engine": engine, "state": host.engine_state(engine)}
+            for host in proxy.hosts.values()
+            for model, (engine, _) in host.models().items()
+        },
+    })
+
+
+@own("GET", "/models/sse")
+def events_view(exchange: Exchange) -> None:
+    """llama.cpp's event stream, for as long as the client listens; no history."""
+    listener = exchange.proxy.events.subscribe()
+    try:
+        exchange.begin(200, "OK", [("Content-Type", "text/event-stream"), *_STREAM_FIELDS, *exchange._cors()], -1)
+        exchange.payload(b": llmguard\n\n")
+        while not (listener.lost or exchange.proxy.draining):
+            try:
+                if not listener.wire.read(time.monotonic() + SSE_PING, exchange.client):
+                    break
+            except DeadlinePassed:
+                exchange.payload(b": ping\n\n")
+            for event in listener.take():
+                exchange.payload(b"data: %b\n\n" % json.dumps(event).encode())
+        exchange.finish()
+    finally:
+        listener.close()
+        listener.wire.close()
+
+
+def _label(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+@own("GET", "/metrics")
+def metrics_view(exchange: Exchange) -> None:
+    """Prometheus' text format. With ?model= it is the engine's own."""
+    if "model" in dict(parse_qsl(exchange.query)):
+        exchange.forward("/metrics")
+        return
+    counters = exchange.proxy.counters
+    lines = ["# TYPE llmguard_requests_total counter"]
+    for (model, status), count in sorted(counters.requests.items()):
+        lines.append('llmguard_requests_total{model="%s",status="%d"} %d' % (_label(model), status, count))
+    lines.append("# TYPE llmguard_request_seconds_total counter")
+    for model, seconds in sorted(counters.seconds.items()):
+        lines.append(f'llmguard_request_seconds_total{{model="{_label(model)}"}} {seconds:.6f}')
+    lines.append("# TYPE llmguard_requests_in_flight gauge")
+    for model, count in sorted(counters.in_flight.items()):
+        lines.append('llmguard_requests_in_flight{model="%s"} %d' % (_label(model), count))
+    exchange.reply(200, ("\n".join(lines) + "\n").encode(), content_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>llmguard</title>
+<style>
+:root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }
+body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
+table { border-collapse: collapse; width: 100%; margin-bottom: 2rem }
+th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid #8884 }
+</style>
+<h1>llmguard</h1><p id="note" role="status"></p>
+<h2>Hosts</h2><table id="hosts"></table><h2>Models</h2><table id="models"></table>
+<script>
+let key = sessionStorage.getItem("key") || "";
+function row(cells, kind) {
+  const tr = document.createElement("tr");
+  for (const text of cells) { const td = document.createElement(kind); td.textContent = text; tr.append(td) }
+  return tr;
+}
+function fill(id, head, rows) {
+  document.getElementById(id).replaceChildren(row(head, "th"), ...rows.map(cells => row(cells, "td")));
+}
+async function show() {
+  const note = document.getElementById("note");
+  try {
+    const reply = await fetch("status", { headers: key ? { authorization: "Bearer " + key } : {} });
+    if (reply.status === 401) {
+      key = prompt("API key") || "";
+      sessionStorage.setItem("key", key);
+      note.textContent = "an API key is needed: reload to enter it";
+      return;
+    }
+    const status = await reply.json();
+    note.textContent = "version " + status.version + ", running since " + status.started;
+    fill("hosts", ["host", "state", "engine", "in flight", "queued", "held by"], Object.entries(status.hosts).map(([name, host]) =>
+      [name, host.state, host.engine || "", host.in_flight, host.queued, host.owners.map(owner => owner.text).join("; ")]));
+    fill("models", ["model", "host", "engine", "state"], Object.entries(status.models).map(([name, model]) =>
+      [name, model.host, model.engine, model.state]));
+  } catch (error) { note.textContent = "no answer from the proxy" }
+  setTimeout(show, 2000);
+}
+show();
+</script></html>
+"""
+
+
+@own("GET", "/")
+def page_view(exchange: Exchange) -> None:
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+    exchange.reply(200, PAGE.encode(), [("Content-Security-Policy", policy)], "text/html; charset=utf-8")
+
+
+# ======================================================================================================================
+# 14  Command line
+# ======================================================================================================================
+
+USUAL_PORTS = (
+    (8080, "llama-server or llama-swap"),
+    (9931, "llama-server"),
+    (11434, "Ollama"),
+    (1234, "LM Studio"),
+    (8000, "vLLM"),
+)
+OTHER_LISTEN = ("127.0.0.1", 8088)  # when one of those has our usual port
+
+
+def found_config() -> Config:
+    """A configuration of what answers on this machine's usual ports; ConfigError when nothing does."""
+    engines = {}
+    for port, kind in USUAL_PORTS:
+        address = Address("127.0.0.1", port)
+        if EngineApi(address).models() is not None:
+            name = re.sub(r"[^a-z0-9]+", "-", kind.lower())
+            name = name if name not in engines else "%s-%d" % (name, port)
+            engines[name] = EngineConfig(name=name, url=address, models="auto")
+            log(f"found {kind} on http://{address.authority}")
+    if not engines:
+        raise ConfigError(
+            "no configuration was found, and nothing answers on this machine's usual ports ({}): start a model server, or "
+            "write a configuration (examples/llmguard.toml) and name it with -c".format(", ".join(str(p) for p, _ in USUAL_PORTS))
+        )
+    taken = any(engine.url and engine.url.port == 8080 for engine in engines.values())
+    proxy = ProxyConfig(listen=OTHER_LISTEN) if taken else ProxyConfig()
+    return Config(proxy, {"here": HostConfig(name="here", address="127.0.0.1", engines=engines)})
+
+
+def the_config(options: Any) -> Config:
+    path = config_path(options.config)
+    return load_config(path) if path else found_config()
+
+
+# ----- serve
+
+
+def serve(options: Any) -> int:
+    """The proxy, until SIGTERM or Ctrl-C; SIGHUP reads the configuration again."""
+    import signal
+    from queue import SimpleQueue
+
+    config = the_config(options)
+    if options.listen:
+        config = replace(config, proxy=replace(config.proxy, listen=_listen_option(options.listen)))
+    folder = state_folder(options.state_dir)
+    with Lock(os.path.join(folder, "serve.lock"), f"the state folder {folder}"):
+        try:
+            proxy = Proxy(config, folder, OWN)
+        except OSError as error:
+            where = Address(*config.proxy.listen).authority
+            raise ConfigError(f"proxy.listen: {where} cannot be listened on: {error.strerror}") from None
+        signals: SimpleQueue[int] = SimpleQueue()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda number, _: signals.put(number))
+        for warning in config.warnings:
+            log("warning: " + warning)
+        poll = 3600.0 if sys.platform == "linux" else 0.5  # on Linux a listener that is shut down wakes its poll
+        threading.Thread(target=proxy.serve_forever, args=(poll,), daemon=True).start()
+        log(f"llmguard {__version__} listens on http://{Address(*proxy.socket.getsockname()[:2]).authority}")
+        while True:
+            if signals.get() != signal.SIGHUP:
+                break
+            _reload(proxy, options)
+        log("stopping: no new connections, waiting for what runs (a second signal ends it at once)")
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, _: os._exit(128 + number))
+        if not proxy.drain():
+            log(f"not everything ended within {age(config.proxy.drain_timeout)}: cut")
+    return 0
+
+
+def _listen_option(text: str) -> tuple[str, int]:
+    try:
+        return host_port(text)
+    except ValueError as error:
+        raise UsageError(f"--listen: {error}") from None
+
+
+def _reload(proxy: Proxy, options: Any) -> None:
+    try:
+        config = the_config(options)
+    except ConfigError as error:
+        log(f"the configuration is not reloaded, the old one stays: {error}")
+        return
+    if options.listen:
+        config = replace(config, proxy=replace(config.proxy, listen=proxy.config.proxy.listen))
+    proxy.reload(config)
+
+
+# ----- check
+
+
+def check(options: Any) -> int:
+    """One line a host; 0 when all is well, 1 with warnings, 2 when something is wrong."""
+    try:
+        config = the_config(options)
+    except ConfigError as error:
+        print(error)
+        return 2
+    worst = 0
+    for warning in config.warnings:
+        print("warning: " + warning)
+        worst = 1
+    for host_config in config.hosts.values():
+        host = Host(host_config, config.proxy, Remote(host_config, state_folder(options.state_dir)), Events())
+        level, text = _check_host(host)
+        print(f"{host_config.name}: {text}")
+        worst = max(worst, level)
+    if config.path:
+        print("{}: {}".format(config.path, ("all is well", "see the warnings", "something is wrong")[worst]))
+    return worst
+
+
+def _check_host(host: Host) -> tuple[int, str]:
+    lost = []
+    for engine in host.config.engines.values():
+        if not engine.managed and host.api(engine.name).models() is None:
+            lost.append(f"engine {engine.name} does not answer on http://{host.address(engine.name).authority}")
+    reply = {}
+    if any(engine.managed for engine in host.config.engines.values()):
+        try:
+            reply = host.status()
+        except AgentError as error:
+            return 2, str(error)
+        if not reply.get("ok"):
+            return 2, str((reply.get("error") or {}).get("text"))
+    if lost:
+        return 1, "; ".join(lost)
+    owners = "; ".join(owner["text"] for owner in reply.get("foreign", []))
+    running = "engine {} runs".format(reply["active"]) if reply.get("active") else "no engine of ours runs"
+    return 0, "ok, {}{}".format(running if reply else "%d engines answer" % len(host.config.engines), owners and "; held: " + owners)
+
+
+# ----- model
+
+
+class ProxyClient:
+    """The proxy as its own command line asks it."""
+
+    def __init__(self, options: Any) -> None:
+        path = config_path(options.config)
+        config = load_config(path) if path else Config()
+        host, port = config.proxy.listen
+        here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        try:
+            self.address = Address.of_url(options.url) if options.url else Address(here, port)
+        except ValueError as error:
+            raise UsageError(f"--url: {error}") from None
+        keys = config.proxy.admin_keys + config.proxy.api_keys
+        self.key = options.key or os.environ.get("LLMGUARD_API_KEY") or (keys[0] if keys else "")
+
+    def ask(self, method: str, path: str, body: Any = None, seconds: float = 30.0) -> Any:
+        """The reply's JSON; GuardError with the proxy's own words when it says no."""
+        try:
+            reply = request(Pool(self.address), method, path, body=body, key=self.key, seconds=seconds)
+        except (EngineLost, PeerGone, DeadlinePassed):
+            raise HostDown(f"no proxy answers on http://{self.address.authority} (is `llmguard.py serve` running there? --url names another)") from None
+        content = reply.json()
+        if reply.status == 200:
+            return content
+        error = content.get("error", {}) if isinstance(content, dict) else {}
+        kinds = {kind.status: kind for kind in (GpuBusy, Unauthorised, BadRequest, EngineFailed, HostDown)}
+        raised = GuardError(str(error.get("message", "status %d" % reply.status)))
+        raised.status = reply.status
+        raised.exit_code = kinds.get(reply.status, BadRequest).exit_code
+        raise raised
+
+    def models(self) -> list[dict[str, Any]]:
+        data: list[dict[str, Any]] = self.ask("GET", "/v1/models")["data"]
+        return data
+
+
+def model_list_command(options: Any) -> int:
+    models = ProxyClient(options).models()
+    width = max([len(model["id"]) for model in models] or [0])
+    for model in models:
+        status = model["status"]
+        print("%-*s  %s%s" % (width, printable(model["id"]), status["value"], ", its last start failed" if status.get("failed") else ""))
+    return 0
+
+
+def model_load_command(options: Any) -> int:
+    """Returns when it is loaded; a progress line on a terminal."""
+    proxy = ProxyClient(options)
+    try:
+        proxy.ask("POST", "/models/load", {"model": options.name}, 900.0)
+    except GuardError as error:
+        if str(error) != "model is already running":
+            raise
+    begun = time.monotonic()
+    while True:
+        status: dict[str, Any] = next((model["status"] for model in proxy.models() if model["id"] == options.name), {})
+        spent = age(time.monotonic() - begun)
+        if sys.stderr.isatty():
+            sys.stderr.write("\r{}: {}, {} \x1b[K".format(printable(options.name), status.get("value"), spent))
+            sys.stderr.flush()
+        if status.get("value") != "loading":
+            break
+        time.sleep(0.25)
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[K")
+    if status.get("value") != "loaded":
+        raise EngineFailed(str(status.get("error", "{} is {}".format(options.name, status.get("value")))))
+    print(f"{printable(options.name)}: loaded after {spent}")
+    return 0
+
+
+def model_unload_command(options: Any) -> int:
+    ProxyClient(options).ask("POST", "/api/models/unload/" + quote(options.name), None, 900.0)
+    print(f"{printable(options.name)}: unloaded")
+    return 0
+
+
+# ----- main
+
+
+def _parser() -> Any:
+    import argparse
+
+    parser = argparse.ArgumentParser(
+        prog="llmguard.py", description="Keeps local LLM boxes honest.", epilog="Exit codes are sysexits; check: 0, 1 or 2."
+    )
+    parser.add_argument("--version", action="store_true", help="version and the hash of this very file")
+    parser.add_argument("--state-dir", metavar="DIR", help="where state files are kept")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log more")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("-c", "--config", metavar="FILE", help="configuration, .toml or .json")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    serving = commands.add_parser("serve", parents=[common], help="the proxy")
+    serving.add_argument("--listen", metavar="HOST:PORT", help="instead of proxy.listen")
+    serving.set_defaults(run=serve)
+    commands.add_parser("check", parents=[common], help="read the configuration, reach every host").set_defaults(run=check)
+    model = commands.add_parser("model", help="list, load and unload models")
+    verbs = model.add_subparsers(dest="verb", metavar="list|load|unload", required=True)
+    asking = argparse.ArgumentParser(add_help=False, parents=[common])
+    asking.add_argument("--url", help="the proxy, http://HOST:PORT (default: proxy.listen)")
+    asking.add_argument("--key", help="API key (default: $LLMGUARD_API_KEY, or from the configuration)")
+    verbs.add_parser("list", parents=[asking], help="all models and their state").set_defaults(run=model_list_command)
+    for verb, run_it, text in (
+        ("load", model_load_command, "start the engine of a model"),
+        ("unload", model_unload_command, "stop it once nothing runs on it"),
+    ):
+        one = verbs.add_parser(verb, parents=[asking], help=text)
+        one.add_argument("name", metavar="NAME")
+        one.set_defaults(run=run_it)
+    agent = commands.add_parser("agent", help="answer one request about this box (started by the proxy)")
+    agent.set_defaults(run=lambda options: agent_main(state_folder(options.state_dir)))
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line -> exit code."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    log.verbose = options.verbose
+    if options.version:
+        print(f"llmguard {__version__} {own_hash()[:12]}")
+        return 0
+    if not options.command:
+        parser.print_help()
+        return 64
+    try:
+        code: int = options.run(options)
+        return code
+    except GuardError as error:
+        sys.stderr.write(f"llmguard.py: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
