@@ -1,0 +1,31 @@
+# make demo    the main job on a real small model
+# make test    all tests; needs Linux, and root for the parts that make network namespaces and mounts
+# make lint    ruff and mypy on the one file
+# make bench   the proxy's hot path beside others, as ratios
+
+PYTHON ?= python3
+VENV := .venv
+RUFF := --line-length 130 --target-version py39 --select E,F,W,B,I,UP,SIM,C4,PIE,RET --ignore E731,SIM105,SIM108,SIM115,SIM905,UP006,UP031,UP035,UP036
+
+demo:
+	$(PYTHON) examples/demo.py
+
+test: $(VENV)/ready
+	$(VENV)/bin/python -m pytest -q $(ARGS) tests
+
+lint: $(VENV)/ready
+	$(VENV)/bin/ruff check $(RUFF) llmguard.py
+	$(VENV)/bin/mypy --strict llmguard.py
+
+bench: $(VENV)/ready
+	$(VENV)/bin/python tests/bench/bench.py $(ARGS)
+
+$(VENV)/ready: tests/requirements.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r tests/requirements.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) .demo
+
+.PHONY: demo test lint bench clean
