@@ -39,15 +39,19 @@ import sys
 import threading
 import time
 from collections import deque
-from dataclasses import MISSING, dataclass, field, fields as dataclass_fields, replace
+from dataclasses import MISSING, dataclass, field, replace
+from dataclasses import fields as dataclass_fields
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 TYPE_CHECKING = False  # typing itself costs more start-up time than a cron job should pay
 if TYPE_CHECKING:
-    from typing import Any, Optional, Union
     from collections.abc import Callable, Iterable, Iterator
+    from typing import Any
 
 __version__ = "0.1.0"
+
+if sys.version_info < (3, 9):
+    sys.exit("llmguard needs Python 3.9 or later, this is %d.%d" % sys.version_info[:2])
 
 # ======================================================================================================================
 # 1  Errors and exit codes
@@ -215,6 +219,18 @@ class HostDown(GuardError):
     exit_code = 69
 
 
+class HostBlocked(GuardError):
+    """{problem}
+
+    The box answers, but refuses: a changed host key, no permission, no Python. It is not woken and not called down; somebody
+    has to mend something, and the text says what.
+    """
+
+    status = 502
+    type = "host_down"
+    exit_code = 77
+
+
 class EngineLost(GuardError):
     """{problem}"""
 
@@ -276,23 +292,27 @@ class DeadlinePassed(GuardError):
 
 NEVER = float("inf")
 _DURATION_UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d)")
+_LONGEST = 1e9  # seconds, 31 years: the system's own waits take no number much larger
 _SIZE_UNITS = {"": 1, "B": 1}
 _SIZE_UNITS.update({p + "iB": 1024 ** n for n, p in enumerate("KMGT", 1)})
 _SIZE_UNITS.update({p + "B": 1000 ** n for n, p in enumerate("KMGT", 1)})
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?i?B?)")
+_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]+)?) ?([KMGT]?i?B?)")
 
 
 def duration(text: str | int | float) -> float:
     """'15m', '1h30m', '500ms', 'never' or a number of seconds -> seconds; ValueError for anything else."""
-    if isinstance(text, (int, float)) and not isinstance(text, bool) and 0 <= text < NEVER:
+    if isinstance(text, (int, float)) and not isinstance(text, bool) and 0 <= text <= _LONGEST:
         return float(text)
     if text == "never":
         return NEVER
     parts = _DURATION.findall(text) if isinstance(text, str) else []
     if not parts or "".join(number + unit for number, unit in parts) != text:
         raise ValueError("a duration looks like 30s, 15m, 1h30m or never")
-    return sum(float(number) * _DURATION_UNITS[unit] for number, unit in parts)
+    seconds = sum(float(number) * _DURATION_UNITS[unit] for number, unit in parts)
+    if seconds > _LONGEST:
+        raise ValueError("that is too long for a duration: write never")
+    return seconds
 
 
 def age(seconds: float) -> str:
@@ -353,7 +373,7 @@ def timestamp(seconds: float | None) -> str | None:
 
 # ----- the log
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
@@ -632,7 +652,11 @@ def run(
         else:
             child.stdin.close()
         while waiting.get_map() and time.monotonic() < deadline:
-            for key, _ in waiting.select(max(0.0, deadline - time.monotonic())):
+            ended = child.poll() is not None
+            ready = waiting.select(0 if ended else max(0.0, min(0.1, deadline - time.monotonic())))
+            if ended and not any(key.fileobj in outputs for key, _ in ready):
+                break  # what still holds the pipes is a process that it left behind, such as ssh's ControlMaster
+            for key, _ in ready:
                 stream = key.fileobj
                 if stream is child.stdin:
                     left = _feed(stream, left)
@@ -1204,7 +1228,8 @@ class Reply:
 
 def request_head(method: str, target: str, fields: Iterable[tuple[str, str]]) -> bytes:
     """A request's header block. The names and values must have come from Fields, or be our own."""
-    return ("{} {} HTTP/1.1\r\n{}\r\n".format(method, target, "".join(["{}: {}\r\n".format(*item) for item in fields]))).encode("latin-1")
+    lines = "".join([f"{name}: {value}\r\n" for name, value in fields])
+    return f"{method} {target} HTTP/1.1\r\n{lines}\r\n".encode("latin-1")
 
 
 def request(
@@ -1582,7 +1607,8 @@ def parse_config(data: Any, path: str | None = None) -> Config:
 
 def _warnings(proxy: ProxyConfig) -> Iterator[str]:
     if not is_loopback(proxy.listen[0]) and not proxy.api_keys:
-        yield f"proxy.listen: {Address(*proxy.listen).authority} is open to the network and there are no api_keys: anybody who reaches it can use it"
+        where = Address(*proxy.listen).authority
+        yield f"proxy.listen: {where} is open to the network and there are no api_keys: whoever reaches it can use it"
 
 
 def is_loopback(host: str) -> bool:
@@ -2198,8 +2224,21 @@ def agent_main(folder: str) -> int:
 # ======================================================================================================================
 # 8  Remote
 # ======================================================================================================================
-# Runs the agent for a host and knows nothing of what the ops mean. On this machine that is a child process: the box's
-# readers and nvidia-smi may hang in the kernel, the proxy may not.
+# Runs the agent for a host and knows nothing of what the ops mean: over ssh, or on this machine as a child process, since the
+# box's readers and nvidia-smi may hang in the kernel, and the proxy may not. The command line is constant and takes no
+# quoting, so that any login shell reads it (sh, fish, tcsh, nushell); everything variable travels on stdin.
+
+INSTALLED = ".local/share/llmguard/llmguard.py"  # below the home directory, where an ssh command starts
+MAX_NOISE = 64 * 1024  # bytes that a login shell may print before the agent's answer
+SSH_OPTIONS = {
+    "BatchMode": "yes",
+    "ConnectTimeout": "5",
+    "ServerAliveInterval": "5",  # Debian sets 300 under BatchMode
+    "ServerAliveCountMax": "3",
+    "ControlMaster": "auto",
+    "ControlPersist": "10m",
+    "ClearAllForwardings": "yes",
+}
 
 
 class Remote:
@@ -2209,31 +2248,104 @@ class Remote:
         self.host, self.folder = host, folder
 
     def call(self, ask: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """One op. AgentError when the agent says no or says nothing; `reply` in its fields then holds what it said."""
-        argv = [sys.executable, "-I", os.path.abspath(__file__), "--state-dir", self.folder, "agent"]
+        """One op. HostDown when the box cannot be reached, HostBlocked when it answers but somebody has to mend something,
+        AgentError when the agent itself fails. A dead master connection is dropped and the call repeated once."""
+        data = json.dumps(ask).encode() + b"\n"
+        if self.host.ssh is None:
+            argv = [sys.executable, "-I", os.path.abspath(__file__), "--state-dir", self.folder, "agent"]
+            return self._reply(run(argv, seconds, data=data, limit=4 << 20))
+        had_master = self._has_master()
         try:
-            done = run(argv, seconds, data=json.dumps(ask).encode(), limit=4 << 20)
-        except OSError as error:
-            raise AgentError(f"the agent cannot be run: {error.strerror}") from None
+            return self._reply(self.ssh("agent", seconds, data))
+        except HostDown:
+            if not had_master:
+                raise
+            self.drop_master()
+            return self._reply(self.ssh("agent", seconds, data))
+
+    def ssh(self, command: str, seconds: float, data: bytes) -> Finished:
+        """Run a command of llmguard.py on the box; "-" runs the Python program in `data`."""
+        words = [self.host.python, *((INSTALLED, *command.split()) if command != "-" else "-")]
+        try:
+            return run([*self._ssh_argv(), " ".join(words)], seconds, data=data, limit=4 << 20)
+        except FileNotFoundError:
+            raise HostBlocked(problem=f"host {self.host.name}: there is no ssh on this machine: install openssh-client") from None
+
+    def _ssh_argv(self) -> list[str]:
+        options = dict(SSH_OPTIONS, ControlPath=os.path.join(_socket_folder(), "%C"))
+        return ["ssh", "-T", *(word for option in options.items() for word in ("-o", "=".join(option))), "--", self.host.ssh or ""]
+
+    def _has_master(self) -> bool:
+        return any(name for name in os.listdir(_socket_folder()) if len(name) == 40)
+
+    def drop_master(self) -> None:
+        """Over a dead master every call hangs, whatever ConnectTimeout says."""
+        argv = self._ssh_argv()
+        try:
+            run([*argv[:1], "-O", "exit", *argv[2:]], 3.0)
+        except OSError:
+            pass
+
+    def _reply(self, done: Finished) -> dict[str, Any]:
+        reply, noise = read_reply(done.out)
+        if reply is not None:
+            if noise:
+                log.debug(f"host {self.host.name}: a login shell printed {noise} bytes before the agent's answer")
+            return reply
+        raise self._failure(done, noise)
+
+    def _failure(self, done: Finished, noise: int) -> GuardError:
+        """Why there was no reply, in words that say what to do."""
+        name = self.host.name
+        errors = done.err.decode("utf-8", "replace")
+        what = printable(done.complaint)
+        if self.host.ssh is None:
+            return AgentError("the agent did not answer in time" if done.code is None else f"the agent gave no reply: {what}")
+        for pattern, advice in _SSH_TROUBLES:
+            if re.search(pattern, errors):
+                return HostBlocked(problem=f"host {name}: " + advice.format(ssh=self.host.ssh, host=name, python=self.host.python))
         if done.code is None:
-            raise AgentError(f"the agent did not answer within {age(seconds)}")
-        reply = read_reply(done.out)
-        if reply is None:
-            raise AgentError(f"the agent gave no reply: {printable(done.complaint)}")
-        return reply
+            return HostDown(f"host {name} is down: no answer over ssh in time")
+        if done.code == 255:
+            return HostDown(f"host {name} is down: {what}")
+        if noise > MAX_NOISE:
+            log(f"host {name}: what its login shell prints begins with: {printable(done.out[:200].decode('utf-8', 'replace'))}")
+            return HostBlocked(problem=f"host {name}: the login shell prints more than 64 KiB before the agent's answer")
+        return AgentError(f"the agent on host {name} gave no reply: {what}")
 
 
-def read_reply(output: bytes) -> dict[str, Any] | None:
-    """The agent's reply: the line after the banner, which is the last thing on its own line; None when there is none."""
-    lines = output.decode("utf-8", "replace").split("\n")
-    for banner, line in zip(lines, lines[1:]):
-        if banner.rstrip("\r").endswith(BANNER):
-            try:
-                reply = json.loads(line)
-            except (ValueError, RecursionError):
-                return None
-            return reply if isinstance(reply, dict) else None
-    return None
+_SSH_TROUBLES = (
+    (r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key verification failed",
+     "its host key is not the known one: when that is right, `ssh-keygen -R` it and log in once by hand (ssh {ssh})"),
+    (r"Permission denied|Too many authentication failures", "ssh is refused: put this machine's key into authorized_keys of {ssh}"),
+    (r"can't open file|No such file or directory: '.*llmguard\.py'",
+     "the agent is not installed on {host}: run `llmguard.py engine install {host}`"),
+    (r"needs Python 3\.9|future feature annotations is not defined", "{python} on it is too old: name a Python 3.9 or later (python = …)"),
+    (r"(?i)not found|unknown command|no such file", "there is no {python} on it: install one, or name it (python = …)"),
+)
+
+
+def _socket_folder() -> str:
+    """A private folder for ssh's control sockets, short, since a socket's path ends at 108 bytes."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/llmguard-{os.getuid()}"
+    folder = os.path.join(runtime, "llmguard-ssh")
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    if os.stat(folder).st_uid != os.getuid():
+        raise HostBlocked(problem=f"{folder} belongs to somebody else: ssh's control sockets cannot be kept there")
+    return folder
+
+
+def read_reply(output: bytes) -> tuple[dict[str, Any] | None, int]:
+    """(the agent's reply, bytes of noise before it). The reply is the line after the banner, which is the last thing on a line
+    of its own, whatever control codes stand before it; (None, all of it) when there is none."""
+    for match in re.finditer(re.escape(BANNER.encode()) + rb"\r?\n([^\n]+)", output):
+        try:
+            reply = json.loads(match.group(1))
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(reply, dict) and match.start() <= MAX_NOISE:
+            return reply, match.start()
+    return None, len(output)
 
 
 # ======================================================================================================================
@@ -2502,8 +2614,10 @@ class Host:
         self.last_tick: float | None = None
         self.last_request: float | None = None
         self.down_since: float | None = None
+        self.blocked: str | None = None  # why the box, which answers, cannot be used
         self.owners: list[dict[str, Any]] = []
         self.agent: dict[str, Any] | None = None
+        self.gpu: dict[str, Any] | None = None
         self._managed = any(engine.managed for engine in config.engines.values())
 
     # ----- what the proxy calls
@@ -2599,7 +2713,9 @@ class Host:
         for engine in self.config.engines.values():
             learned = self._learned.get(engine.name, {})
             if isinstance(engine.models, dict):
-                found.update({public: (engine.name, learned.get(up, {})) for public, up in engine.models.items()})
+                only = next(iter(learned.values())) if len(learned) == 1 else {}
+                only = {} if "status" in only else only  # a server of one model answers to every name, a router does not
+                found.update({public: (engine.name, learned.get(up, only)) for public, up in engine.models.items()})
             else:
                 found.update({name: (engine.name, said) for name, said in learned.items()})
         return found
@@ -2637,7 +2753,7 @@ class Host:
     @property
     def state(self) -> str:
         if self.down_since is not None:
-            return "down"
+            return "blocked" if self.blocked else "down"
         if self._doing:
             return self._doing[0]
         if not self._up:
@@ -2646,8 +2762,11 @@ class Host:
         return "draining" if other or self._unload else "ready"
 
     def status(self) -> dict[str, Any]:
-        """What the agent says now; AgentError."""
-        return self._ask("status", 30.0)
+        """What the agent says now; HostDown, HostBlocked, AgentError."""
+        reply = self._ask("status", 30.0)
+        if not reply.get("ok"):
+            raise AgentError(str((reply.get("error") or {}).get("text", "the agent refused")))
+        return reply
 
     def view(self) -> dict[str, Any]:
         """This host's part of /status."""
@@ -2668,6 +2787,8 @@ class Host:
                 "agent": self.agent,
                 "last_tick": timestamp(self.last_tick),
                 "down_since": timestamp(self.down_since),
+                "problem": self.blocked,
+                "gpu": self.gpu,
                 "last_request": timestamp(self.last_request),
             }
 
@@ -2791,7 +2912,7 @@ class Host:
             if engine.managed:
                 kind = {"command": engine.command} if engine.command else {"unit": engine.unit, "scope": engine.scope}
                 engines[engine.name] = {"port": engine.port, **kind}
-        ask = {"op": op, "host": self.config.name, "engines": engines, "bench_port": self.config.bench_port, **more}
+        ask = {"op": op, "host": self.config.name, "engines": engines, **self._guards(), **more}
         if self.config.sudo:
             ask["sudo"] = True
         return self._remote.call(ask, seconds)
@@ -2799,14 +2920,11 @@ class Host:
     def _look(self) -> None:
         """The tick: what runs there, and who else holds the GPU?"""
         reply: dict[str, Any] = {}
-        problem = None
-        if self._managed:
-            try:
-                reply = self._ask("status", 30.0)
-                if not reply.get("ok"):
-                    problem = str(reply.get("error", {}).get("text", "the agent refused"))
-            except AgentError as error:
-                problem = str(error)
+        trouble = None
+        try:
+            reply = self.status() if self._managed else {}
+        except (HostDown, HostBlocked, AgentError) as error:
+            trouble = error
         active = reply.get("active")
         known = active if active in self.config.engines else None
         if known is not None and known == self._up:  # health gates readiness only: a mute engine in a long prefill isn't sick
@@ -2814,30 +2932,43 @@ class Host:
         else:
             ready = known is not None and self.api(known).ready()
         with self._changed:
-            self._look_due = self._clock.monotonic() + self.proxy.tick
-            self.last_tick = self._clock.now()
-            self._seen(reply, problem, known if ready else None)
+            if trouble:
+                self._trouble(trouble)
+            else:
+                self._seen(reply, known if ready else None)
             self._changed.notify_all()
         for engine in self.config.engines.values():
             if engine.name == self._up or not engine.managed:
                 self.learn(engine.name)
 
-    def _seen(self, reply: dict[str, Any], problem: str | None, ready: str | None) -> None:
+    def _trouble(self, error: GuardError) -> None:
+        """The box does not answer (down), or answers and refuses (blocked); under the lock. One log line per streak."""
+        name = self.config.name
+        blocked = None if isinstance(error, HostDown) else str(error)
+        if self.down_since is None or blocked != self.blocked:
+            log(f"host {name}: {'blocked' if blocked else 'down'}: {error}")
+        self.down_since = self.down_since or self._clock.now()
+        self.blocked = blocked
+        self._looked()
+        told = f"host {name} is down" if blocked is None else f"host {name} cannot be used, see /status: {client_safe(blocked)}"
+        self._settle(self._queue, HostDown(told))
+        self._up, self._trusted = None, False
+
+    def _looked(self) -> None:
+        self._look_due = self._clock.monotonic() + self.proxy.tick
+        self.last_tick = self._clock.now()
+
+    def _seen(self, reply: dict[str, Any], ready: str | None) -> None:
         """Take in what a look found; under the lock."""
         name = self.config.name
-        if problem is not None:
-            if self.down_since is None:
-                log(f"host {name}: down: {problem}")
-                self.down_since = self._clock.now()
-            self._settle(self._queue, HostDown(f"host {name} is down"))
-            self._up, self._trusted = None, False
-            return
         if self.down_since is not None:
             log(f"host {name}: up again")
-            self.down_since = None
+        self.down_since = self.blocked = None
+        self._looked()
         if reply:
-            self.owners = reply.get("foreign", [])
+            self.owners = self._foreign(reply)
             self.agent = {"version": reply.get("agent"), "sha256": reply.get("sha256")}
+            self.gpu = reply.get("gpu")
         self._trusted = True
         if ready != self._up:
             if self._up:
@@ -2847,6 +2978,23 @@ class Host:
                 log(f"host {name}: engine {ready} runs already: taken over")
                 self._tell(ready, "loaded")
             self._now_up(ready, used=False)
+
+    def _foreign(self, reply: dict[str, Any]) -> list[dict[str, Any]]:
+        """The owners that a reply names, and one for each guard that was asked for and not applied: an older agent drops a
+        field that it does not know, and answers as if nothing had been asked."""
+        owners = [owner for owner in reply.get("foreign") or [] if isinstance(owner, dict) and "text" in owner]
+        for guard in self._guards():
+            if guard not in (reply.get("checked") or []):
+                name = self.config.name
+                text = f"the agent on host {name} predates {guard}: run `llmguard.py engine install {name}`"
+                owners.append({"kind": "agent", "text": text})
+        return owners
+
+    def _guards(self) -> dict[str, Any]:
+        """What the agent must look at before a GPU counts as free, and how: these go into every request."""
+        config = self.config
+        wanted = {"bench_port": config.bench_port}
+        return {name: value for name, value in wanted.items() if value is not None}
 
     def _now_up(self, engine: str | None, used: bool) -> None:
         self._up, self._used, self._trusted = engine, used, True
@@ -2889,13 +3037,18 @@ class Host:
         log(f"host {name}: switching to engine {engine}")
         self._tell(engine, "loading")
         try:
+            self._refuse_old_agent(engine)
             self._started(engine, self._ask("start", 900.0, engine=engine), before)
             self._await_ready(engine)
-        except (GpuBusy, HostDown) as error:
+        except GpuBusy as error:
             self._tell(engine, "unloaded")
             with self._changed:
                 self._look_due = 0.0
                 self._settle(self._waiting_for(engine), error)
+        except (HostDown, HostBlocked) as error:
+            self._tell(engine, "unloaded")
+            with self._changed:
+                self._trouble(error)
         except GuardError as error:
             self._start_failed(engine, error)
         else:
@@ -2907,13 +3060,23 @@ class Host:
                 self._settle(self._waiting_for(engine))
             self.learn(engine)
 
+    def _refuse_old_agent(self, engine: str) -> None:
+        """A box whose agent does not apply a guard that is asked for is not sent a start at all."""
+        old = next((owner for owner in self.owners if owner["kind"] == "agent"), None)
+        if old is not None:
+            raise GpuBusy(self._switch_failed(engine) + "GPU is busy, not switching: " + old["text"])
+
+    def _switch_failed(self, engine: str) -> str:
+        name = self.config.name
+        return f"switching host {name} to engine {engine} failed: host {name}: "
+
     def _started(self, engine: str, reply: dict[str, Any], before: str | None) -> None:
         """Take in the agent's answer to `start`: from here on nothing is refused."""
-        prefix = f"switching host {self.config.name} to engine {engine} failed: host {self.config.name}: "
+        prefix = self._switch_failed(engine)
         if not reply.get("ok"):
             error = reply.get("error") or {}
             if error.get("type") == "GpuBusy":
-                self.owners = reply.get("foreign", [])
+                self.owners = self._foreign(reply)
                 raise GpuBusy(prefix + "GPU is busy, not switching: {}".format(client_safe(str(error.get("text")))))
             raise EngineFailed(prefix + str(error.get("text", "no reason given")))
         if before and before != engine:
@@ -2979,7 +3142,7 @@ class Host:
         try:
             reply = self._ask("stop", 900.0)
             problem = None if reply.get("ok") else str((reply.get("error") or {}).get("text"))
-        except AgentError as error:
+        except (HostDown, HostBlocked, AgentError) as error:
             problem = str(error)
         with self._changed:
             self._unload = None
@@ -3062,7 +3225,7 @@ def _string_end(data: Any, start: int) -> int:
         if at < 0:
             raise BadRequest("the request's body is no JSON: an unfinished string")
         if data[at - 1] != 92 or not _is_escaped(data, start, at):
-            return at + 1
+            return int(at) + 1
 
 
 def _is_escaped(data: Any, start: int, at: int) -> bool:
@@ -3636,7 +3799,7 @@ class Exchange:
     def begin(self, status: int, reason: str, fields: Iterable[tuple[str, str]], length: int | str) -> None:
         """Start the response. `length`: bytes, "" for no body at all, or negative when nobody knows: chunks then, or until
         the connection closes for HTTP/1.0. It goes out with the first of the body, or with _flush."""
-        lines = ["{}: {}\r\n".format(*item) for item in fields]
+        lines = [f"{name}: {value}\r\n" for name, value in fields]
         if isinstance(length, str):
             if length:
                 lines.append(f"Content-Length: {length}\r\n")
@@ -3881,7 +4044,8 @@ class Connection:
 
 # What answers a path by itself: path -> method -> (handler, does it take an admin key). A path that ends in "*" stands for
 # all below it.
-Routes = dict  # of str to dict[str, tuple[Callable[[Exchange], None], bool]]
+if TYPE_CHECKING:
+    Routes = dict[str, dict[str, tuple[Callable[["Exchange"], None], bool]]]
 
 
 class Proxy(socketserver.ThreadingTCPServer):
@@ -4309,9 +4473,10 @@ async function show() {
     }
     const status = await reply.json();
     note.textContent = "version " + status.version + ", running since " + status.started;
-    fill("hosts", ["host", "state", "engine", "in flight", "queued", "held by"], Object.entries(status.hosts).map(([name, host]) =>
+    const hosts = Object.entries(status.hosts), models = Object.entries(status.models);
+    fill("hosts", ["host", "state", "engine", "in flight", "queued", "held by"], hosts.map(([name, host]) =>
       [name, host.state, host.engine || "", host.in_flight, host.queued, host.owners.map(owner => owner.text).join("; ")]));
-    fill("models", ["model", "host", "engine", "state"], Object.entries(status.models).map(([name, model]) =>
+    fill("models", ["model", "host", "engine", "state"], models.map(([name, model]) =>
       [name, model.host, model.engine, model.state]));
   } catch (error) { note.textContent = "no answer from the proxy" }
   setTimeout(show, 2000);
@@ -4455,15 +4620,15 @@ def _check_host(host: Host) -> tuple[int, str]:
     if any(engine.managed for engine in host.config.engines.values()):
         try:
             reply = host.status()
-        except AgentError as error:
+        except (HostDown, HostBlocked, AgentError) as error:
             return 2, str(error)
-        if not reply.get("ok"):
-            return 2, str((reply.get("error") or {}).get("text"))
     if lost:
         return 1, "; ".join(lost)
-    owners = "; ".join(owner["text"] for owner in reply.get("foreign", []))
-    running = "engine {} runs".format(reply["active"]) if reply.get("active") else "no engine of ours runs"
-    return 0, "ok, {}{}".format(running if reply else "%d engines answer" % len(host.config.engines), owners and "; held: " + owners)
+    if not reply:
+        return 0, f"ok, {len(host.config.engines)} engines answer"
+    running = f"engine {reply['active']} runs" if reply.get("active") else "no engine of ours runs"
+    owners = "".join("; held: " + owner["text"] for owner in reply.get("foreign", []))
+    return 0, f"ok, {running}{owners}"
 
 
 # ----- model
@@ -4489,7 +4654,9 @@ class ProxyClient:
         try:
             reply = request(Pool(self.address), method, path, body=body, key=self.key, seconds=seconds)
         except (EngineLost, PeerGone, DeadlinePassed):
-            raise HostDown(f"no proxy answers on http://{self.address.authority} (is `llmguard.py serve` running there? --url names another)") from None
+            where = self.address.authority
+            hint = "is `llmguard.py serve` running there? --url names another"
+            raise HostDown(f"no proxy answers on http://{where} ({hint})") from None
         content = reply.json()
         if reply.status == 200:
             return content
@@ -4510,7 +4677,8 @@ def model_list_command(options: Any) -> int:
     width = max([len(model["id"]) for model in models] or [0])
     for model in models:
         status = model["status"]
-        print("%-*s  %s%s" % (width, printable(model["id"]), status["value"], ", its last start failed" if status.get("failed") else ""))
+        failed = ", its last start failed" if status.get("failed") else ""
+        print(f"{printable(model['id']):<{width}}  {status['value']}{failed}")
     return 0
 
 
