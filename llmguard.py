@@ -45,8 +45,10 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 TYPE_CHECKING = False  # typing itself costs more start-up time than a cron job should pay
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
     from typing import Any
+
+    Run = Callable[[list[str], float], tuple[int | None, str, str]]
 
 __version__ = "0.1.0"
 
@@ -446,12 +448,14 @@ class StateFile:
     """
 
     VERSION = 1
+    OUR_OWN_LACK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # a read that fails for these says nothing about the file
 
     def __init__(self, folder: str, name: str, clock: Clock | None = None) -> None:
         self.path = os.path.join(folder, name)
         self.problem: str | None = None
         self._clock = clock or Clock()
         self._foreign = False  # written by a newer llmguard: read as empty, never overwritten
+        self._known = False  # what stands there was read, or is known not to be there: it may be overwritten
 
     def load(self) -> dict[str, Any]:
         """The content; {} when there is none. A broken file is moved aside with a dated name, so that nothing is lost."""
@@ -460,11 +464,17 @@ class StateFile:
                 content = json.loads(file.read().decode("utf-8"))
             if not isinstance(content, dict) or not isinstance(content.get("version"), int):
                 raise ValueError("not an object with a version")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
+            self._known = True
             return {}
         except (OSError, ValueError, RecursionError) as error:
+            if getattr(error, "errno", None) in self.OUR_OWN_LACK:
+                self._fail(f"cannot be read now ({error})")
+                return {}
+            self._known = True
             self._move_aside(error)
             return {}
+        self._known = True
         if content["version"] > self.VERSION:
             self._foreign = True
             self._fail("version %d is of a newer llmguard: left alone" % content["version"])
@@ -473,19 +483,21 @@ class StateFile:
 
     def save(self, content: dict[str, Any]) -> bool:
         """Write it all, or leave the old file as it is, say why in `problem` (logged once per streak) and return False."""
-        if self._foreign:
+        if not self._known:
+            self.load()
+        if self._foreign or not self._known:
             return False
         text = json.dumps(dict(content, version=self.VERSION), indent=1, sort_keys=True) + "\n"
         temp = "%s.%d.tmp" % (self.path, os.getpid())
         try:
             os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
             try:
-                self._write(temp, text.encode())
+                self.write(temp, text.encode())
                 os.replace(temp, self.path)
             except OSError:
-                _remove(temp)
+                remove_file(temp)
                 raise
-            _sync_folder(os.path.dirname(self.path))
+            sync_folder(os.path.dirname(self.path))
         except OSError as error:
             self._fail(f"cannot be written: {error.strerror}")
             return False
@@ -495,10 +507,11 @@ class StateFile:
         return True
 
     def remove(self) -> None:
-        _remove(self.path)
+        remove_file(self.path)
 
     @staticmethod
-    def _write(path: str, data: bytes) -> None:
+    def write(path: str, data: bytes) -> None:
+        """A new file, synced."""
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             while data:
@@ -508,7 +521,11 @@ class StateFile:
             os.close(handle)
 
     def _move_aside(self, error: Exception) -> None:
-        aside = "{}.broken-{}".format(self.path, time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(self._clock.now())))
+        dated = "{}.broken-{}".format(self.path, time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(self._clock.now())))
+        aside, count = dated, 1
+        while os.path.lexists(aside):
+            count += 1
+            aside = f"{dated}-{count}"
         try:
             os.rename(self.path, aside)
             self._fail(f"unreadable ({error}): moved to {os.path.basename(aside)}, treated as empty")
@@ -521,14 +538,14 @@ class StateFile:
         self.problem = problem
 
 
-def _remove(path: str) -> None:
+def remove_file(path: str) -> None:
     try:
         os.unlink(path)
     except OSError:
         pass
 
 
-def _sync_folder(path: str) -> None:
+def sync_folder(path: str) -> None:
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
@@ -613,11 +630,12 @@ PIECE = 64 * 1024  # bytes read at once, from pipes and sockets
 
 @dataclass(frozen=True)
 class Finished:
-    """How another program ended. `code` is None when it did not end in time, and was abandoned."""
+    """How another program ended. `code` is None when it was killed or abandoned; `problem` then says why."""
 
     code: int | None
     out: bytes
     err: bytes
+    problem: str = ""
 
     @property
     def complaint(self) -> str:
@@ -629,29 +647,39 @@ class Finished:
 def run(
     argv: Iterable[str], seconds: float, *, data: bytes = b"", env: dict[str, str] | None = None, limit: int = 1 << 20
 ) -> Finished:
-    """Run a program without a shell: `data` on its stdin, at most `limit` bytes of each output kept. FileNotFoundError.
+    """Run a program without a shell, `data` on its stdin, in a session of its own. FileNotFoundError.
 
-    Not subprocess.run(timeout=): that kills and then waits, for ever when the child is stuck in the kernel. Here a child
-    that cannot be ended is left behind.
+    It is killed after `seconds`, or when it has printed more than `limit` bytes. Not subprocess.run(timeout=): that kills and
+    then waits, for ever when the child is stuck in the kernel (a driver that hangs). Here such a child is left behind.
     """
-    import selectors
     import subprocess
 
-    deadline = time.monotonic() + seconds
     pipe = subprocess.PIPE
-    child = subprocess.Popen(list(argv), stdin=pipe, stdout=pipe, stderr=pipe, env=env, close_fds=True)
-    assert child.stdin and child.stdout and child.stderr
+    child = subprocess.Popen(list(argv), stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True)
+    deadline = time.monotonic() + seconds
+    out, err, problem = _converse(child, data, deadline, limit)
+    if not problem and not _ended(child, deadline):
+        problem = "did not end in time"
+    if problem:
+        return Finished(None, out, err, _kill(child, problem))
+    return Finished(child.returncode, out, err)
+
+
+def _converse(child: Any, data: bytes, deadline: float, limit: int) -> tuple[bytes, bytes, str]:
+    """Feed and read a child until its pipes close, it ends or the time is over -> stdout, stderr, what went wrong or ''."""
+    import selectors
+
     outputs: dict[Any, bytearray] = {child.stdout: bytearray(), child.stderr: bytearray()}
-    left = memoryview(data)
+    stream: Any
+    left, problem = memoryview(data), ""
     with selectors.DefaultSelector() as waiting:
         for stream in outputs:
             waiting.register(stream, selectors.EVENT_READ)
-        if data:
-            os.set_blocking(child.stdin.fileno(), False)
-            waiting.register(child.stdin, selectors.EVENT_WRITE)
-        else:
-            child.stdin.close()
-        while waiting.get_map() and time.monotonic() < deadline:
+        os.set_blocking(child.stdin.fileno(), False)
+        waiting.register(child.stdin, selectors.EVENT_WRITE)
+        while waiting.get_map() and not problem:
+            if time.monotonic() >= deadline:
+                problem = "did not answer in time"
             ended = child.poll() is not None
             ready = waiting.select(0 if ended else max(0.0, min(0.1, deadline - time.monotonic())))
             if ended and not any(key.fileobj in outputs for key, _ in ready):
@@ -663,14 +691,17 @@ def run(
                     done = not left
                 else:
                     piece = os.read(key.fd, PIECE)
-                    outputs[stream] += piece[:limit - len(outputs[stream])]
+                    outputs[stream] += piece
                     done = not piece
                 if done:
                     waiting.unregister(stream)
                     stream.close()
-    code = _end(child, deadline)
-    out, err = (bytes(output) for output in outputs.values())
-    return Finished(code, out, err)
+            if sum(map(len, outputs.values())) > limit:
+                problem = f"printed more than {size_text(limit)}"
+    for stream in (child.stdin, *outputs):
+        stream.close()
+    out, err = (bytes(output[:limit]) for output in outputs.values())
+    return out, err, problem
 
 
 def _feed(stream: Any, data: memoryview) -> memoryview:
@@ -683,24 +714,24 @@ def _feed(stream: Any, data: memoryview) -> memoryview:
         return memoryview(b"")
 
 
-def _end(child: Any, deadline: float) -> int | None:
-    """Its exit code once it ends by the deadline; else it is killed, given a second, and left behind (None)."""
-    import subprocess
+def _ended(child: Any, deadline: float) -> bool:
+    while child.poll() is None:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.01)
+    return True
 
-    late = False
+
+def _kill(child: Any, problem: str) -> str:
+    """SIGKILL for the child's whole session; says so when it didn't help within half a second."""
     try:
-        child.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        late = True
-        child.kill()
-        try:
-            child.wait(1.0)
-        except subprocess.TimeoutExpired:
-            pass
-    for stream in (child.stdin, child.stdout, child.stderr):
-        stream.close()
-    code: int | None = child.returncode
-    return None if late else code
+        os.killpg(child.pid, 9)
+    except OSError:
+        pass
+    if not _ended(child, time.monotonic() + 0.5):
+        child.returncode = -9  # else its destructor warns, and the next Popen would look for it
+        return f"{problem} and can't be killed: pid {child.pid} was left behind"
+    return problem
 
 
 # ======================================================================================================================
@@ -822,9 +853,9 @@ class Chunked:
                 self._left -= 1
             else:
                 line_end = data.find(b"\n", at)
+                if (end if line_end < 0 else line_end) - at > self.MAX_LINE:
+                    raise ProtocolError("an endless line in a chunked body")
                 if line_end < 0:
-                    if end - at > self.MAX_LINE:
-                        raise ProtocolError("an endless line in a chunked body")
                     self._pending = data[at:]
                     break
                 if line_end == at or data[line_end - 1] != 13:
@@ -861,7 +892,7 @@ class Chunked:
 class Wire:
     """A connected, non-blocking socket with a read buffer. Every wait has a deadline (monotonic seconds)."""
 
-    __slots__ = ("sock", "buffer", "idle_since", "used", "_poll", "_watching", "_pair")
+    __slots__ = ("sock", "buffer", "broken", "idle_since", "used", "_poll", "_watching", "_pair")
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -869,6 +900,7 @@ class Wire:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
         self.buffer = b""
+        self.broken = False  # did it end in a reset? That is no end that a body may have
         self.idle_since = 0.0
         self.used = 0  # exchanges served so far
         self._poll = select.poll()
@@ -891,7 +923,8 @@ class Wire:
                 return self.sock.recv(PIECE)
             except BlockingIOError:
                 continue
-            except (ConnectionError, TimeoutError, OSError):
+            except OSError:
+                self.broken = True
                 return b""
 
     def wait(self, deadline: float, watched: Wire | None = None) -> None:
@@ -1019,7 +1052,7 @@ class Body:
             else:
                 data = wire.read(deadline, watched)
                 if not data:
-                    if self.length != UNTIL_CLOSE:
+                    if self.length != UNTIL_CLOSE or wire.broken:
                         raise PeerGone()
                     self.complete = True
                     return b""
@@ -1054,12 +1087,14 @@ class Body:
 class Address:
     """Where an engine answers. `base` is put before every path."""
 
-    host: str
+    host: str  # a path (/…) stands for a local socket
     port: int
     base: str = ""
 
     @property
     def authority(self) -> str:
+        if self.host.startswith("/"):
+            return "localhost"
         return ("[%s]:%d" if ":" in self.host else "%s:%d") % (self.host, self.port)
 
     @classmethod
@@ -1101,11 +1136,11 @@ class Pool:
         now = wire.idle_since = time.monotonic()
         wire.forget()
         self._idle.append(wire)
-        while self._idle and (len(self._idle) > self.KEPT or now - self._idle[0].idle_since > self.IDLE):
-            try:
+        try:
+            while len(self._idle) > self.KEPT or now - self._idle[0].idle_since > self.IDLE:
                 self._idle.popleft().close()
-            except IndexError:
-                return
+        except IndexError:
+            pass  # none is left: other threads take at the same time
 
     def connect(self, deadline: float, watched: Wire | None = None) -> Wire:
         """A new connection; all resolved addresses are tried in order (localhost may be ::1 first). EngineLost when none
@@ -1134,7 +1169,9 @@ class Pool:
 
     def _resolve(self) -> list[Any]:
         now = time.monotonic()
-        if now >= self._found_until:
+        if self.address.host.startswith("/"):
+            self._found = self._found or [(socket.AF_UNIX, socket.SOCK_STREAM, 0, "", self.address.host)]
+        elif now >= self._found_until:
             try:
                 self._found = socket.getaddrinfo(self.address.host, self.address.port, type=socket.SOCK_STREAM)
             except OSError:
@@ -1297,15 +1334,35 @@ def _secrets(value: Any) -> tuple[str, ...]:
 
 def _key_file(value: Any) -> str:
     path = os.path.expanduser(_text(value))
-    if not os.access(path, os.R_OK):
-        raise ValueError(f"cannot be read: {path}")
+    keys_in(path)
     return path
+
+
+def keys_in(path: str) -> tuple[str, ...]:
+    """The API keys of a file: one a line, # begins a comment line; ValueError says what is wrong with it."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = [line.strip() for line in file]
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    keys = tuple(_secret(line) for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ValueError("no key in it")
+    return keys
 
 
 def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise ValueError("true or false is due")
     return value
+
+
+def _pause(value: Any) -> float:
+    """What is done again and again, pauses: zero would be a busy loop."""
+    seconds = duration(value)
+    if seconds < 1.0:
+        raise ValueError("at least 1s is due")
+    return seconds
 
 
 def _number(value: Any) -> int:
@@ -1361,12 +1418,27 @@ def _unit(value: Any) -> str:
     return value if value.endswith(".service") else value + ".service"
 
 
+def _is_ipv6(text: str) -> bool:
+    import ipaddress
+
+    try:
+        return bool(ipaddress.IPv6Address(text))
+    except ValueError:
+        return False
+
+
 def host_port(value: Any) -> tuple[str, int]:
     """'127.0.0.1:8080', '[::]:8080', 'localhost:0' -> (host, port); ValueError for a bare IPv6 address."""
-    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%\w]+)\]|([^\[\]:\s]*)):(\d{1,5})", value) if isinstance(value, str) else None
-    if not match or int(match.group(3)) > 65535:
+    match = re.fullmatch(r"(?:\[(.*)\]|([A-Za-z0-9._-]*)):([0-9]{1,5})", value) if isinstance(value, str) else None
+    if not match or int(match.group(3)) > 65535 or (match.group(1) is not None and not _is_ipv6(match.group(1))):
         raise ValueError("an address with a port looks like 127.0.0.1:8080 or [::1]:8080")
     return match.group(1) or match.group(2) or "0.0.0.0", int(match.group(3))
+
+
+def _url(value: Any) -> Address:
+    if re.search(r"[\s\\]", _text(value)):
+        raise ValueError("an address looks like http://127.0.0.1:8080")
+    return Address.of_url(value)
 
 
 def _address(value: Any) -> str:
@@ -1374,12 +1446,8 @@ def _address(value: Any) -> str:
     text = _text(value)
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     if ":" in bare:
-        import ipaddress
-
-        try:
-            ipaddress.IPv6Address(bare)
-        except ValueError:
-            raise ValueError(f"{text} is no address without a port: the port goes to the engine") from None
+        if not _is_ipv6(bare):
+            raise ValueError(f"{text} is no address without a port: the port goes to the engine")
         groups = bare.split("%")[0].split(":")
         if bare == text and "::" in bare and re.fullmatch(r"\d{4,5}", groups[-1]) and int(groups[-1]) >= 1024:
             raise ValueError(f"{text} is ambiguous: write [{text}], and put a port to the engine")
@@ -1404,7 +1472,9 @@ def _models(value: Any) -> str | dict[str, str]:
         names: dict[str, str] = {}
         for entry in value:
             for public, upstream in entry.items() if isinstance(entry, dict) else [(entry, entry)]:
-                names[_text(public)] = _text(upstream)
+                if _text(public) in names:
+                    raise ValueError(f"{public} is named twice")
+                names[public] = _text(upstream)
         return names
     raise ValueError('a list of names, a table public = "upstream" or "auto" is due')
 
@@ -1417,7 +1487,7 @@ class EngineConfig:
     unit: str | None = _key(_unit, None)
     scope: str = _key(_one_of("user", "system"), "user")
     command: tuple[str, ...] | None = _key(_command, None)
-    url: Address | None = _key(Address.of_url, None)
+    url: Address | None = _key(_url, None)
     port: int | None = _key(_port, None)
     start_timeout: float = _key(duration, 600.0)
     vram: int | None = _key(size, None)
@@ -1434,9 +1504,10 @@ class EngineConfig:
 def _queue(value: Any) -> dict[str, Any]:
     allowed = ("path", "running", "waiting", "log", "settle", "pattern")
     table = {"path": value} if isinstance(value, str) else value
-    if not isinstance(table, dict) or not isinstance(table.get("path"), str) or not set(table) <= set(allowed):
+    if not isinstance(table, dict) or "path" not in table or not set(table) <= set(allowed):
         raise ValueError("a folder is due, or a table with {}".format(", ".join(allowed)))
-    return dict(table, settle=duration(table.get("settle", "2m")))
+    texts = {key: _text(entry) for key, entry in table.items() if key != "settle"}
+    return dict(texts, settle=duration(table.get("settle", "2m")))
 
 
 @dataclass(frozen=True)
@@ -1467,10 +1538,10 @@ class ProxyConfig:
     api_keys_file: str | None = _key(_key_file, None)
     admin_keys: tuple[str, ...] = _key(_secrets, ())
     idle_stop: float = _key(duration, 900.0)
-    tick: float = _key(duration, 30.0)
+    tick: float = _key(_pause, 30.0)
     handover: float = _key(duration, 30.0)
     queue_timeout: float = _key(duration, 600.0)
-    stream_keepalive: float = _key(duration, 15.0)
+    stream_keepalive: float = _key(_pause, 15.0)
     max_body: int = _key(size, 256 << 20)
     max_connections: int = _key(_number, 512)
     drain_timeout: float = _key(duration, 600.0)
@@ -1593,12 +1664,7 @@ def parse_config(data: Any, path: str | None = None) -> Config:
                     problems.add(where, f"{model} is a model of {seen[model]} already")
                 seen[model] = where
     if proxy.api_keys_file:
-        with open(proxy.api_keys_file, encoding="utf-8") as file:
-            lines = [line.strip() for line in file]
-        keys = tuple(line for line in lines if line and not line.startswith("#"))
-        if not keys:
-            problems.add("proxy.api_keys_file", "no key in it")
-        proxy = replace(proxy, api_keys=proxy.api_keys + keys)
+        proxy = replace(proxy, api_keys=proxy.api_keys + keys_in(proxy.api_keys_file))
     if problems:
         where_file = f"{path}: " if path else ""
         raise ConfigError("\n".join(where_file + printable(problem) for problem in problems))
@@ -1646,10 +1712,19 @@ def load_config(path: str) -> Config:
         if path.endswith(".toml"):
             return parse_config(_toml(raw.decode("utf-8")), path)
         if path.endswith(".json"):
-            return parse_config(json.loads(raw.decode("utf-8")), path)
+            return parse_config(json.loads(raw.decode("utf-8"), object_pairs_hook=_no_twins), path)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from None
     raise ConfigError(f"{path}: the name must end in .toml or .json")
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON keeps the last of two equal keys without a word: half of a host would be gone. TOML refuses them by itself."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [key for key, _ in pairs]
+        raise ValueError("{} stands twice in one table".format(next(key for key in names if names.count(key) > 1)))
+    return table
 
 
 def _toml(text: str) -> Any:
@@ -1792,6 +1867,878 @@ def _link(path: str) -> str:
         return ""
 
 
+# ----- tools of the box
+
+TOOL_LIMIT = 8 << 20  # `nvidia-smi -q -x` of a box with eight cards in slices prints under 1 MiB
+KILLED = -9
+_TOOL_FOLDERS = ("/usr/bin", "/usr/sbin", "/usr/lib/wsl/lib", "/run/current-system/sw/bin")  # what ssh's PATH may lack
+
+
+def run_tool(argv: list[str], seconds: float) -> tuple[int | None, str, str]:
+    """Run a program of the box -> its exit code, stdout, stderr. None as the code: it isn't there or can't be run. KILLED: too
+    slow or too much, stderr then says so in one line."""
+    folders = [*os.environ.get("PATH", "").split(":"), *_TOOL_FOLDERS]
+    found = next((path for path in (os.path.join(f, argv[0]) for f in folders if f) if os.access(path, os.X_OK)), None)
+    if not found:
+        return None, "", f"{argv[0]}: not found"
+    try:
+        done = run([found, *argv[1:]], seconds, env=dict(os.environ, LC_ALL="C"), limit=TOOL_LIMIT)
+    except OSError as error:
+        return None, "", f"{found}: {error.strerror}"
+    out, err = done.out.decode("utf-8", "replace"), done.err.decode("utf-8", "replace")
+    if done.code is None:
+        return KILLED, out, f"{argv[0]} {done.problem} ({age(seconds)})"
+    return done.code, out, err
+
+
+def _left_behind(box: Box, name: str, seconds: float) -> Process | None:
+    """A `name` that run_tool left behind: leader of its own session, in state D, older than its deadline.
+
+    A second one beside it would hang in the same place, and the box would fill up with them.
+    """
+    uptime = re.match(r"[0-9]{1,18}", box.read("proc/uptime") or "")
+    for pid in _pids(box) or ():
+        if (box.read("proc/%d/comm" % pid) or "").strip() != name:
+            continue
+        process = box.process(pid)
+        lived = int(uptime.group()) - process.start / os.sysconf("SC_CLK_TCK") if uptime and process else 0
+        if process and process.state == "D" and process.session == pid and lived > seconds:
+            return process
+    return None
+
+
+# ----- GPUs: what is there, who uses it
+#
+# NVIDIA: one `nvidia-smi -q -x`, since it is the only output that lists graphics and mixed processes too, and MIG slices.
+# AMD and Intel: sysfs for what is there, /proc/PID/fdinfo and KFD for who uses it. What can't be read is unknown (None, or
+# a `problem`), never 0 and never "free". All sizes are bytes.
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU. `index` counts in the order of PCI addresses, as nvidia-smi does."""
+
+    index: int
+    key: str  # the uuid (NVIDIA) or the PCI address
+    name: str
+    total: int | None = None
+    used: int | None = None
+    free: int | None = None  # less than total - used where the driver reserves some
+    unified: bool = False  # its memory is the box's memory
+    listed: bool = True  # the driver lists the processes that use it
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process on a device, or on one slice of it: one may have several. `bytes` None: it uses it, unknown how much."""
+
+    pid: int
+    device: str
+    bytes: int | None
+    kind: str = ""  # NVIDIA: C, G, C+G, M+C
+    program: str = ""  # its name as the driver tells it
+    comm: str = ""
+    user: str | None = None
+    since: float | None = None  # when it started, in seconds since the epoch
+    known: bool = True  # /proc knows it too
+
+
+@dataclass(frozen=True)
+class GpuReading:
+    """One look at the GPUs. `vendor` None without a `problem`: this box has no GPU. A `problem`: nothing is known."""
+
+    vendor: str | None = None
+    devices: tuple[Device, ...] = ()
+    processes: tuple[GpuProcess, ...] = ()
+    problem: str | None = None
+    unreadable: tuple[tuple[int, str], ...] = ()  # (pid, comm) of those that may use a GPU and may not be looked into
+    compute_only: bool = False  # graphics processes are not in the list
+
+    def on(self, device: Device) -> list[GpuProcess]:
+        return [process for process in self.processes if process.device == device.key]
+
+    @property
+    def unified(self) -> bool:
+        return any(device.unified for device in cards_of(self.devices))
+
+
+def cards_of(devices: Collection[Device]) -> list[Device]:
+    """The devices that engines run on: those with memory of their own, else all. Next to a card, a processor's small
+    GPU only drives the screen."""
+    return [device for device in devices if not device.unified] or list(devices)
+
+
+def read_gpus(box: Box, run: Run = run_tool, gpus: Collection[int] | None = None, seconds: float = 10.0) -> GpuReading:
+    """Look at the GPUs of the box, or at those with the indexes `gpus` alone.
+
+    A process that the driver lists and /proc doesn't know may just have ended: such a list is read twice. One that is still
+    in it holds memory from the grave, or from another pid namespace.
+    """
+    reading = _read_gpus(box, run, seconds)
+    if not all(process.known for process in reading.processes):
+        reading = _read_gpus(box, run, seconds)
+    return reading if gpus is None else _only(reading, gpus)
+
+
+def _read_gpus(box: Box, run: Run, seconds: float) -> GpuReading:
+    vendors = _gpu_vendors(box)
+    if "nvidia" in vendors:
+        return _read_nvidia(box, run, seconds, expected=True)
+    for vendor in ("amd", "intel"):
+        if vendor in vendors:
+            return _read_drm(box, vendor)
+    # Nothing on the bus: a tool that answers all the same is right (Jetson), one that complains is installed in vain.
+    return _read_nvidia(box, run, seconds, expected=False)
+
+
+def _only(reading: GpuReading, gpus: Collection[int]) -> GpuReading:
+    """What concerns some of the devices. A process on a device that isn't in the list might be on one of them: it stays."""
+    chosen = tuple(device for device in reading.devices if device.index in gpus)
+    missing = sorted(set(gpus) - {device.index for device in chosen})
+    if missing and not reading.problem:
+        problem = "there is no GPU %d here, only %d in all" % (missing[0], len(reading.devices))
+        return replace(reading, devices=chosen, problem=problem)
+    others = {device.key for device in reading.devices} - {device.key for device in chosen}
+    here = tuple(process for process in reading.processes if process.device not in others)
+    return replace(reading, devices=chosen, processes=here)
+
+
+_PCI_VENDORS = {"0x10de": "nvidia", "0x1002": "amd"}
+_DRM_VENDORS = {"nvidia": "nvidia", "nouveau": "nvidia", "amdgpu": "amd", "radeon": "amd", "i915": "intel", "xe": "intel"}
+_NVIDIA_SIGNS = ("dev/nvidiactl", "proc/driver/nvidia/version", "usr/lib/wsl/lib/nvidia-smi")  # not on the bus: Jetson, WSL
+
+
+def _gpu_vendors(box: Box) -> set[str]:
+    """Whose GPUs this box has, by its PCI bus and its DRM cards. A card that a virtual machine has been given (vfio-pci) is
+    not this box's, and an Intel one without a driver is no GPU for anybody."""
+    found = {_DRM_VENDORS[card.driver] for card in _drm_cards(box) if card.driver in _DRM_VENDORS}
+    for name in _names(box, "sys/bus/pci/devices") or ():
+        folder = f"sys/bus/pci/devices/{name}"
+        vendor = _PCI_VENDORS.get((box.read(folder + "/vendor") or "").strip())
+        display = vendor and (box.read(folder + "/class") or "0x03").startswith("0x03")
+        if display and not _link(os.path.join(box.root, folder, "driver")).endswith("/vfio-pci"):
+            found.add(str(vendor))
+    if any(os.path.exists(os.path.join(box.root, path)) for path in _NVIDIA_SIGNS):
+        found.add("nvidia")
+    return found
+
+
+def _names(box: Box, path: str) -> list[str] | None:
+    """What is in a folder of the box, in order; None when it can't be listed."""
+    try:
+        return sorted(os.listdir(os.path.join(box.root, path)))
+    except OSError:
+        return None
+
+
+def _pids(box: Box) -> list[int] | None:
+    names = _names(box, "proc")
+    return None if names is None else sorted(int(name) for name in names if _DIGITS.fullmatch(name))
+
+
+def _identify(box: Box, row: GpuProcess) -> GpuProcess:
+    """The same row with what /proc tells of its process."""
+    if not os.path.isdir(os.path.join(box.root, "proc/%d" % row.pid)):
+        return replace(row, known=False)
+    process = box.process(row.pid)
+    comm = (box.read("proc/%d/comm" % row.pid) or "").rstrip("\n") or (process.comm if process else "")
+    if not process:
+        return replace(row, comm=comm)
+    return replace(row, comm=comm, user=user_name(process.uid), since=started(box, process))
+
+
+def started(box: Box, process: Process) -> float | None:
+    """When a process started, in seconds since the epoch: proc(5), `btime` of /proc/stat."""
+    booted = re.search(r"(?m)^btime (\d+)$", box.read("proc/stat") or "")
+    return int(booted.group(1)) + process.start / os.sysconf("SC_CLK_TCK") if booted else None
+
+
+def user_name(uid: int) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+# ----- NVIDIA
+
+_COMPLETE = (0, 14)  # 14: the whole answer, and a warning that some card's infoROM is corrupted (nvidia-smi(1))
+_SIZE_WORDS = {"": 1 << 20, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_NVIDIA_SIZE = re.compile(r"([0-9]{1,15})(?: (B|KiB|MiB|GiB))?")
+_UNIFIED = ("N/A", "[N/A]", "Not Supported", "[Not Supported]")  # the totals of GB10 and Jetson
+_GPU_QUERY = "index,uuid,memory.total,memory.used,memory.free,name"
+
+
+def _read_nvidia(box: Box, run: Run, seconds: float, expected: bool) -> GpuReading:
+    stuck = _left_behind(box, "nvidia-smi", seconds)
+    if stuck:
+        since = timestamp(started(box, stuck)) or "a while ago"
+        return GpuReading("nvidia", problem="an earlier nvidia-smi, pid %d of %s, hangs in the driver" % (stuck.pid, since))
+    code, out, err = run(["nvidia-smi", "-q", "-x"], seconds)
+    try:
+        reading = parse_nvidia_xml(_complete(code, out, err))
+    except ValueError as error:
+        failed = GpuReading("nvidia", problem=str(error))
+        if code == KILLED:  # asking again might hang again
+            return failed
+        if not expected:
+            return GpuReading()
+        try:
+            reading = _read_nvidia_csv(run, seconds) if code is not None else failed
+        except ValueError:
+            return failed
+    return replace(reading, processes=tuple(_identify(box, row) for row in reading.processes))
+
+
+def _complete(code: int | None, out: str, err: str) -> str:
+    """What nvidia-smi printed; ValueError with its own words when it failed. They may come on either stream."""
+    if code in _COMPLETE:
+        return out
+    lines = [line.strip() for line in (out + "\n" + err).splitlines() if line.strip() and line.lstrip()[0] != "<"]
+    said = printable(lines[0][:200]) if lines else "nothing was said"
+    if code == KILLED:
+        raise ValueError(said)
+    if code is None:
+        raise ValueError(f"there is an NVIDIA GPU, and nvidia-smi can't be run: {said}")
+    how = "exit code" if code > 0 else "signal"
+    raise ValueError("nvidia-smi failed with %s %d: %s" % (how, abs(code), said))
+
+
+def parse_nvidia_xml(text: str) -> GpuReading:
+    """The output of `nvidia-smi -q -x`; ValueError says why it is none.
+
+    The DOCTYPE names a DTD that nobody needs: expat fetches nothing. Warnings may stand before and after the document.
+    """
+    from xml.etree import ElementTree
+
+    start, end = text.find("<?xml"), text.rfind("</nvidia_smi_log>")
+    if start < 0 or end < 0 or "<!ENTITY" in text:
+        line = next((line for line in text.splitlines() if line.strip()), "nothing")
+        raise ValueError(printable(f"nvidia-smi printed no whole document: {line.strip()[:200]}"))
+    try:
+        root = ElementTree.fromstring(text[start:end] + "</nvidia_smi_log>")
+    except (ElementTree.ParseError, ValueError, LookupError) as error:
+        raise ValueError(f"nvidia-smi printed broken XML: {error}") from None
+    cards = root.findall("gpu")
+    if not cards or root.findtext("attached_gpus", str(len(cards))).strip() != str(len(cards)):
+        raise ValueError("nvidia-smi lists %d of %s GPUs" % (len(cards), printable(root.findtext("attached_gpus", "no"))))
+    devices = tuple(_xml_device(index, card) for index, card in enumerate(cards))
+    for device in devices:
+        if not device.listed and device.used is None:
+            raise ValueError("nvidia-smi tells neither the processes nor the memory of GPU %d" % device.index)
+    rows = []
+    for device, card in zip(devices, cards):
+        rows += [_xml_process(device, info) for info in card.findall("processes/process_info")]
+    return GpuReading("nvidia", devices, tuple(rows))
+
+
+def _xml_device(index: int, card: Any) -> Device:
+    def memory(key: str) -> str:
+        return str(card.findtext("fb_memory_usage/" + key, "")).strip()
+
+    key = (card.findtext("uuid") or card.get("id") or "GPU %d" % index).strip()
+    sliced = card.findtext("mig_mode/current_mig", "").strip() == "Enabled"
+    processes = card.find("processes")
+    listed = processes is not None and (len(processes) > 0 or not (processes.text or "").strip())
+    total, used, free = (_nvidia_size(memory(name)) for name in ("total", "used", "free"))
+    unified = memory("total") in _UNIFIED and not sliced
+    return Device(index, key, card.findtext("product_name", "").strip(), total, used, free, unified, listed)
+
+
+def _xml_process(device: Device, info: Any) -> GpuProcess:
+    pid = (info.findtext("pid") or "").strip()
+    if not _DIGITS.fullmatch(pid):
+        raise ValueError("nvidia-smi lists a process without a pid on GPU %d" % device.index)
+    words = (info.findtext("process_name") or "").split()  # newer drivers print the whole command line
+    program = os.path.basename(words[0]) if words and not words[0].startswith("[") else ""  # [Not Found]
+    held = _nvidia_size((info.findtext("used_memory") or "").strip())
+    return GpuProcess(int(pid), device.key, held, (info.findtext("type") or "").strip(), program)
+
+
+def _nvidia_size(text: str) -> int | None:
+    """'11200 MiB', or in csv '11200' -> bytes; None for [N/A], Insufficient Permissions, GPU is lost and the like."""
+    match = _NVIDIA_SIZE.fullmatch(text)
+    return int(match.group(1)) * _SIZE_WORDS[match.group(2) or ""] if match else None
+
+
+def _read_nvidia_csv(run: Run, seconds: float) -> GpuReading:
+    """The second way, for when a process's name breaks the XML. It knows nothing of graphics processes."""
+    cards = _complete(*run(["nvidia-smi", "--query-gpu=" + _GPU_QUERY, "--format=csv"], seconds))
+    apps = ["nvidia-smi", "--query-compute-apps=pid,gpu_uuid,used_memory", "--format=csv,noheader,nounits"]
+    return parse_nvidia_csv(cards, _complete(*run(apps, seconds)))
+
+
+def parse_nvidia_csv(cards: str, apps: str) -> GpuReading:
+    """`--query-gpu` with its header and any columns, and `--query-compute-apps=pid,gpu_uuid,used_memory` without one."""
+    header, *lines = [line.strip().split(", ") for line in cards.splitlines() if line.strip()] or [[]]
+    columns = [column.partition(" [")[0] for column in header]
+    if not {"index", "memory.total", "memory.used"} <= set(columns) or not lines:
+        raise ValueError("nvidia-smi printed no table of GPUs")
+    devices = []
+    for line in lines:
+        row = dict(zip(columns, line))
+        if len(line) != len(columns) or not _DIGITS.fullmatch(row["index"]):
+            raise ValueError("nvidia-smi printed a broken table of GPUs")
+        total, used, free = (_nvidia_size(row.get("memory." + name, "")) for name in ("total", "used", "free"))
+        key = row.get("uuid") or "GPU {}".format(row["index"])
+        unified = row["memory.total"] in _UNIFIED
+        devices.append(Device(int(row["index"]), key, row.get("name", ""), total, used, free, unified))
+    rows = [_csv_process(line) for line in apps.splitlines() if line.strip()]
+    if len(devices) == 1 and "uuid" not in columns:
+        rows = [replace(row, device=devices[0].key) for row in rows]
+    return GpuReading("nvidia", tuple(devices), tuple(rows), compute_only=True)
+
+
+def _csv_process(line: str) -> GpuProcess:
+    cells = [cell.strip() for cell in line.split(",")]
+    if len(cells) != 3 or not _DIGITS.fullmatch(cells[0]):
+        raise ValueError("nvidia-smi printed a broken table of processes")
+    return GpuProcess(int(cells[0]), cells[1], _nvidia_size(cells[2]), "C")
+
+
+# ----- AMD and Intel: the DRM drivers amdgpu, xe and i915
+
+
+@dataclass(frozen=True)
+class _DrmCard:
+    folder: str
+    driver: str
+    pci: str
+    name: str
+
+
+def _drm_cards(box: Box) -> list[_DrmCard]:
+    """/sys/class/drm/cardN (not card1-DP-1, a connector), by PCI address: the N changes from boot to boot."""
+    cards = {}
+    for name in _names(box, "sys/class/drm") or ():
+        folder = "sys/class/drm/" + name
+        if re.fullmatch(r"card[0-9]+", name):
+            facts = dict(line.partition("=")[::2] for line in (box.read(folder + "/device/uevent") or "").splitlines())
+            pci = facts.get("PCI_SLOT_NAME", "").lower()
+            driver = facts.get("DRIVER", "")
+            cards[pci or name] = _DrmCard(folder, driver, pci, ("{} {}".format(driver, facts.get("PCI_ID", ""))).strip())
+    return [cards[key] for key in sorted(cards)]
+
+
+def _read_drm(box: Box, vendor: str) -> GpuReading:
+    cards = [card for card in _drm_cards(box) if _DRM_VENDORS.get(card.driver) == vendor]
+    read = _amd_device if vendor == "amd" else _intel_device
+    devices = {card.pci: read(box, index, card) for index, card in enumerate(cards)}
+    if not devices:
+        return GpuReading(vendor, problem="there is an AMD card, and the driver amdgpu has not taken it")
+    pids = _pids(box)
+    if pids is None:
+        return GpuReading(vendor, tuple(devices.values()), problem="/proc can't be listed")
+    holdings, unreadable = _drm_holdings(box, pids, devices)
+    for place, held in _kfd_holdings(box, devices).items():
+        # Two witnesses: fdinfo may miss what ROCm took and KFD what Vulkan took. The larger one counts.
+        holdings[place] = max((each for each in (held, holdings.get(place)) if each is not None), default=None)
+    rows = (_identify(box, GpuProcess(pid, key, held)) for (pid, key), held in sorted(holdings.items()))
+    return GpuReading(vendor, tuple(devices.values()), tuple(rows), unreadable=tuple(unreadable))
+
+
+def _count_in(box: Box, path: str) -> int | None:
+    text = (box.read(path) or "").strip()
+    return int(text) if _DIGITS.fullmatch(text) else None
+
+
+def _plus(one: int | None, other: int | None) -> int | None:
+    return None if one is None or other is None else one + other
+
+
+def _minus(one: int | None, other: int | None) -> int | None:
+    return None if one is None or other is None else max(0, one - other)
+
+
+def _amd_device(box: Box, index: int, card: _DrmCard) -> Device:
+    """mem_info_* of amdgpu, in bytes. A GPU in the processor has a small carve-out as its vram and lives in the gtt.
+
+    A card may have less vram than gtt too (its gtt is half of the box's memory), but its memory chips have a maker, which
+    mem_info_vram_vendor names; for a processor's GPU that file says "unknown" or isn't there.
+    """
+    names = ("vram_total", "vram_used", "gtt_total", "gtt_used")
+    vram, used, gtt, gtt_used = (_count_in(box, f"{card.folder}/device/mem_info_{name}") for name in names)
+    maker = (box.read(card.folder + "/device/mem_info_vram_vendor") or "unknown").strip()
+    unified = vram is not None and gtt is not None and gtt > vram and maker == "unknown"
+    if unified:
+        vram, used = _plus(vram, gtt), _plus(used, gtt_used)
+    return Device(index, card.pci, card.name, vram, used, _minus(vram, used), unified)
+
+
+def _intel_device(box: Box, index: int, card: _DrmCard) -> Device:
+    """Mainline tells a total at best (xe: physical_vram_size_bytes of each tile), Intel's own i915 the rest (lmem_*)."""
+    total = _count_in(box, card.folder + "/lmem_total_bytes")
+    free = _count_in(box, card.folder + "/lmem_avail_bytes")
+    tiles = [name for name in _names(box, card.folder + "/device") or () if re.fullmatch(r"tile[0-9]+", name)]
+    sizes = [_count_in(box, f"{card.folder}/device/{tile}/physical_vram_size_bytes") or 0 for tile in tiles]
+    total = total or sum(sizes) or None
+    unified = card.pci.startswith("0000:00:")  # the one in the processor is 0000:00:02.0; a card sits behind a bridge
+    return Device(index, card.pci, card.name, total, _minus(total, free), free, unified)
+
+
+@dataclass(frozen=True)
+class DrmClient:
+    """One open DRM file as its fdinfo tells it. `own` is device memory, `host` the box's; None: the kernel doesn't tell."""
+
+    pci: str
+    number: str
+    own: int | None
+    host: int | None
+
+
+_FDINFO = re.compile(r"(?m)^(drm-pdev|drm-client-id|pdev|pasid):[ \t]*(\S+)[ \t]*$")
+_FDINFO_SIZE = re.compile(
+    r"(?m)^(?:drm-(resident|memory|total)-([a-z]+[0-9]*)|(vram|gtt) mem):[ \t]*([0-9]{1,18})(?: (kB|KiB|MiB|GiB))?[ \t]*$"
+)
+_FDINFO_UNITS = {"": 1, "kB": 1 << 10, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def parse_fdinfo(text: str) -> DrmClient | None:
+    """/proc/PID/fdinfo/FD -> what that client has resident; None when it is no DRM file, or doesn't say which.
+
+    Linux's drm-usage-stats.rst: `drm-KIND-REGION: N [KiB|MiB]`, no unit = bytes. KIND: resident, which amdgpu repeats as
+    memory (before 6.13 there was that alone); total counts what is not there yet. REGION: vram and gtt (amdgpu), vram0, gtt
+    and system (xe), local0 and system0 (i915). amdgpu of 5.14 to 5.18: `pdev`, `pasid`, `vram mem: N kB`.
+    """
+    facts = dict(_FDINFO.findall(text))
+    pci = facts.get("drm-pdev") or facts.get("pdev")
+    number = facts.get("drm-client-id") or facts.get("pasid")
+    if not pci or not number:
+        return None
+    regions: dict[str, dict[str, int]] = {}
+    for kind, region, old, count, unit in _FDINFO_SIZE.findall(text):
+        regions.setdefault(region or old, {})[kind or "memory"] = int(count) * _FDINFO_UNITS[unit]
+    sums: dict[str, int] = {}
+    for region, kinds in regions.items():
+        place = {"vram": "own", "local": "own", "gtt": "host", "system": "host"}.get(region.rstrip("0123456789"))
+        if place:
+            first = next(kinds[kind] for kind in ("resident", "memory", "total") if kind in kinds)
+            sums[place] = sums.get(place, 0) + first
+    pci = pci.lower() if pci.count(":") == 2 else "0000:" + pci.lower()
+    return DrmClient(pci, number, sums.get("own"), sums.get("host"))
+
+
+# They open the files of a desktop for it, or keep them for a restart: the memory is the other holder's.
+_BROKERS = ("systemd", "systemd-logind", "elogind", "elogind-daemon", "seatd", "dbus-daemon", "dbus-broker")
+
+
+def _drm_holdings(
+    box: Box, pids: list[int], devices: dict[str, Device]
+) -> tuple[dict[tuple[int, str], int | None], list[tuple[int, str]]]:
+    """(pid, device) -> bytes, and who could not be looked into.
+
+    One client may be open in many descriptors and, inherited or handed over, in many processes: it counts once, for the
+    process that started first, which opened it.
+    """
+    clients: dict[tuple[str, str], int] = {}
+    holders: dict[tuple[str, str], set[int]] = {}
+    unreadable: list[tuple[int, str]] = []
+    for pid in pids:
+        found, whole = _drm_clients(box, pid)
+        if not whole:
+            unreadable.extend(_suspect(box, pid))
+        for client in found:
+            device = devices.get(client.pci)
+            held = _held(client, device) if device else None
+            if held is not None:
+                place = (client.pci, client.number)
+                clients[place] = max(held, clients.get(place, 0))
+                holders.setdefault(place, set()).add(pid)
+    holdings: dict[tuple[int, str], int | None] = {}
+    for (pci, number), held in clients.items():
+        pid = min(holders[pci, number], key=lambda each: _precedence(box, each))
+        holdings[pid, pci] = (holdings.get((pid, pci)) or 0) + held
+    return holdings, unreadable
+
+
+def _held(client: DrmClient, device: Device) -> int | None:
+    """What a client holds of a device: a card's gtt is the box's memory and blocks nobody; a processor's GPU lives in it."""
+    if not device.unified:
+        return client.own
+    return None if client.own is None and client.host is None else (client.own or 0) + (client.host or 0)
+
+
+def _precedence(box: Box, pid: int) -> tuple[bool, int, int]:
+    process = box.process(pid)
+    comm = (box.read("proc/%d/comm" % pid) or "").strip()
+    return comm in _BROKERS, process.start if process else 0, pid
+
+
+def _drm_clients(box: Box, pid: int) -> tuple[list[DrmClient], bool]:
+    """The DRM clients of a process, and whether it could be looked into. One that is gone holds nothing any more."""
+    descriptors = _names(box, "proc/%d/fd" % pid)
+    if descriptors is None:
+        return [], not os.path.isdir(os.path.join(box.root, "proc/%d" % pid))
+    found, whole = [], True
+    for name in descriptors:
+        path = "proc/%d/fd/%s" % (pid, name)
+        target = _link(os.path.join(box.root, path))
+        if target and not target.startswith("/dev/dri/"):
+            continue
+        text = box.read("proc/%d/fdinfo/%s" % (pid, name))
+        client = parse_fdinfo(text or "")
+        if client:
+            found.append(client)
+        if (target or "drm-driver" in (text or "")) and (not client or client.own is client.host is None):
+            whole = whole and not os.path.lexists(os.path.join(box.root, path))  # else closed between two looks
+    return found, whole
+
+
+def _suspect(box: Box, pid: int) -> Iterator[tuple[int, str]]:
+    """(pid, comm), unless it is a kernel thread (flag 0x200000 in field 9 of stat) or a zombie: neither has open files."""
+    before, _, after = (box.read("proc/%d/stat" % pid) or "").rpartition(")")
+    words = after.split()
+    if len(words) > 6 and _DIGITS.fullmatch(words[6]) and (words[0] in "ZX" or int(words[6]) & 0x200000):
+        return
+    yield pid, before.partition("(")[2] or (box.read("proc/%d/comm" % pid) or "").strip()
+
+
+def _kfd_holdings(box: Box, devices: dict[str, Device]) -> dict[tuple[int, str], int | None]:
+    """(pid, device) -> bytes that ROCm processes hold: /sys/class/kfd/kfd/proc/PID/vram_GPUID, which everybody may read."""
+    places = _kfd_places(box)
+    only = next(iter(devices)) if len(devices) == 1 else None
+    holdings: dict[tuple[int, str], int | None] = {}
+    for name in _names(box, "sys/class/kfd/kfd/proc") or ():
+        for file in _names(box, "sys/class/kfd/kfd/proc/" + name) or ():
+            word, _, gpu = file.partition("vram_")
+            if word or not gpu or not _DIGITS.fullmatch(name):
+                continue
+            place = int(name), places.get(gpu) or only or "kfd " + gpu
+            held = _count_in(box, f"sys/class/kfd/kfd/proc/{name}/{file}")
+            holdings[place] = _plus(held, holdings.get(place, 0))
+    return holdings
+
+
+def _kfd_places(box: Box) -> dict[str, str]:
+    """KFD's number of a GPU -> its PCI address: `location_id` is bus and function, as in amdkfd's kfd_topology.c."""
+    places = {}
+    for node in _names(box, "sys/class/kfd/kfd/topology/nodes") or ():
+        folder = "sys/class/kfd/kfd/topology/nodes/" + node
+        facts = dict(re.findall(r"(?m)^(domain|location_id) ([0-9]{1,18})$", box.read(folder + "/properties") or ""))
+        gpu, where = (box.read(folder + "/gpu_id") or "").strip(), int(facts.get("location_id", 0))
+        if gpu and where:
+            address = int(facts.get("domain", 0)), where >> 8 & 0xFF, where >> 3 & 0x1F, where & 7
+            places[gpu] = "{:04x}:{:02x}:{:02x}.{:x}".format(*address)
+    return places
+
+
+# ----- who holds the GPU
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Somebody else who holds the GPU. `kind`: "process", "memory" (that no process explains) or "unknown" (unreadable).
+
+    `text` is for the log and /status; it names pids and numbers, so it isn't for clients.
+    """
+
+    kind: str
+    text: str
+    pid: int | None = None
+    comm: str | None = None
+    user: str | None = None
+    bytes: int | None = None
+    since: str | None = None
+
+
+def unexplained_memory(reading: GpuReading, device: Device) -> int | None:
+    """Memory of a device in use that no listed process explains; None when the device doesn't tell what is in use."""
+    return _minus(device.used, _explained(reading, device))
+
+
+def _explained(reading: GpuReading, device: Device) -> int:
+    return sum(process.bytes or 0 for process in reading.on(device))
+
+
+def gpu_owners(
+    reading: GpuReading,
+    ours: Collection[int] = (),
+    *,
+    ignore: Collection[str] = (),
+    owner_min: int = 512 << 20,
+    unexplained: str = "owner",
+) -> list[Owner]:
+    """Who holds the GPU besides the processes `ours`: the largest first, none when it is free.
+
+    `ignore` names processes that never count, `owner_min` is how much a process, or memory without one, must hold to count,
+    and unexplained="ignore" passes over memory without a process and over devices that can't tell.
+    """
+    if reading.problem:
+        return [Owner("unknown", "the GPU could not be read: " + reading.problem)]
+    owners = []
+    for rows in _by_pid(reading).values():
+        if rows[0].pid not in ours and not any(_is_named(row, ignore) for row in rows) and _counts(rows, owner_min):
+            owners.append(_process_owner(reading, rows))
+    owners.sort(key=lambda owner: -(owner.bytes or 0))
+    if unexplained == "owner":
+        owners.extend(owner for device in reading.devices for owner in _memory_owner(reading, device, ours, owner_min))
+    return owners
+
+
+def _by_pid(reading: GpuReading) -> dict[int, list[GpuProcess]]:
+    found: dict[int, list[GpuProcess]] = {}
+    for row in reading.processes:
+        found.setdefault(row.pid, []).append(row)
+    return found
+
+
+def _is_named(row: GpuProcess, names: Collection[str]) -> bool:
+    """The kernel cuts a comm after 15 bytes."""
+    cut = len(row.comm.encode()) == 15
+    return any(name in (row.comm, row.program) or (cut and name.startswith(row.comm)) for name in names)
+
+
+def _total(rows: Iterable[GpuProcess]) -> int | None:
+    held = [row.bytes for row in rows]
+    return None if None in held else sum(each or 0 for each in held)
+
+
+def _counts(rows: list[GpuProcess], owner_min: int) -> bool:
+    """Whether a process holds enough to be an owner: unknown may be much, and only the driver ends a dead one."""
+    held = _total(rows)
+    return held is None or held >= owner_min or (held > 0 and not all(row.known for row in rows))
+
+
+def _process_owner(reading: GpuReading, rows: list[GpuProcess]) -> Owner:
+    first, held = rows[0], _total(rows)
+    name = first.comm or first.program
+    who = "%s pid %d" % (name, first.pid) if name else "pid %d" % first.pid
+    if first.user:
+        who += f" of {first.user}"
+    if not first.known:
+        who += ", which /proc doesn't know,"
+    what = "uses GPU memory, unknown how much" if held is None else f"holds {size_text(held)} of GPU memory"
+    if len(reading.devices) > 1:
+        places = {row.device for row in rows}
+        what += " ({})".format(", ".join("GPU %d" % device.index for device in reading.devices if device.key in places))
+    since = timestamp(first.since)
+    return Owner("process", printable(f"{who} {what}"), first.pid, name or None, first.user, held, since)
+
+
+def _memory_owner(reading: GpuReading, device: Device, ours: Collection[int], owner_min: int) -> Iterator[Owner]:
+    """Memory that nobody explains. Where somebody on the list may well be its holder, he is asked for it first: another's
+    process of unknown size is an owner already, and with one of ours it will show when ours has stopped."""
+    if any(row.bytes is None for row in reading.on(device)) or any(pid in ours for pid, _ in reading.unreadable):
+        return
+    hidden = _some_names(reading.unreadable)
+    left = unexplained_memory(reading, device)
+    if left is not None and left > owner_min:
+        text = f"{size_text(left)} of GPU memory on {device.key} that no listed process explains"
+        yield Owner("memory", printable(text + hidden), bytes=left)
+    elif left is None and hidden and not (device.unified and device.total is None):
+        # A processor's Intel GPU is the exception: it never tells, and its memory is the box's, where everybody sees it.
+        yield Owner("unknown", printable(f"{device.key} doesn't tell how much of its memory is in use{hidden}"))
+
+
+def _some_names(processes: Collection[tuple[int, str]]) -> str:
+    if not processes:
+        return ""
+    names = ["%s pid %d" % (comm, pid) for pid, comm in list(processes)[:3]]
+    more = " and %d more" % (len(processes) - 3) if len(processes) > 3 else ""
+    return " (not allowed to look into {}{})".format(", ".join(names), more)
+
+
+# ----- how much is free
+
+
+def available_memory(box: Box) -> int | None:
+    """MemAvailable of /proc/meminfo, in bytes: what the box itself can still give."""
+    match = re.search(r"(?m)^MemAvailable:\s+([0-9]{1,18}) kB$", box.read("proc/meminfo") or "")
+    return int(match.group(1)) * 1024 if match else None
+
+
+def vram_free(reading: GpuReading, available: int | None) -> int | None:
+    """GPU memory that an engine could take now, over all its devices; None when it can't be told.
+
+    On a unified device this is at most what the box itself has `available`, and less by what its processes hold beyond
+    what its counter shows (with ROCm, the gtt counter of a processor's GPU stands still).
+    """
+    if reading.problem or not reading.devices:
+        return None
+    free = 0
+    for device in cards_of(reading.devices):
+        left = device.free
+        if device.unified and left is not None:
+            left = max(0, left - max(0, _explained(reading, device) - (device.used or 0)))
+        if device.unified and available is not None:
+            left = available if left is None else min(left, available)
+        if left is None:
+            return None
+        free += left
+    return free
+
+
+def drained(reading: GpuReading, pids: Collection[int], rest: int = 1 << 30) -> bool | None:
+    """Whether the memory of processes that ended has been given back; None when it can't be told.
+
+    The driver lists none of `pids` any more, and where it tells the memory in use, no more than `rest` is unexplained.
+    """
+    if reading.problem:
+        return None
+    if any(process.pid in pids for process in reading.processes):
+        return False
+    return all((unexplained_memory(reading, device) or 0) <= rest for device in cards_of(reading.devices))
+
+
+def gpu_bytes(reading: GpuReading, pids: Collection[int]) -> int | None:
+    """GPU memory of some living processes; None when it can't be told, which a process that isn't listed may be, too."""
+    if reading.problem:
+        return None
+    rows = [process for process in reading.processes if process.pid in pids]
+    listed = {row.pid for row in rows}
+    if any(pid in pids and pid not in listed for pid, _ in reading.unreadable):
+        return None
+    hidden = reading.compute_only or not all(device.listed for device in reading.devices)
+    if not rows and (hidden or not drained(reading, ())):
+        return None
+    return _total(rows)
+
+
+def card_used(reading: GpuReading, pids: Collection[int]) -> int | None:
+    """Memory in use on the devices, less what processes other than `pids` hold: what those can hold at most."""
+    cards = cards_of(reading.devices)
+    if reading.problem or not cards or any(card.used is None for card in cards):
+        return None
+    others = sum(row.bytes or 0 for card in cards for row in reading.on(card) if row.pid not in pids)
+    return max(0, sum(card.used or 0 for card in cards) - others)
+
+
+# ----- the verdict: are an engine's weights on the GPU?
+
+MAX_RSS = 8 << 30  # the seed's box: 0.9 to 1.3 GiB when all is well, 16 GiB fallen back
+FRESH = 900.0  # a longer start isn't waited for; later the prompt cache (--cache-ram, 8 GiB) looks like weights
+CONTEXT = 512 << 20  # what a GPU context takes without any weights
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of an engine's processes together, in bytes; None: it can't be read."""
+
+    memory: Memory | None  # None: they are gone (a zombie, too)
+    age: float  # of the youngest, in seconds
+    gpu: int | None = None  # GPU memory that they hold: gpu_bytes()
+    card_used: int | None = None  # the most that they can hold: card_used()
+    model: int | None = None  # the weights, as a file
+    unified: bool = False
+    meant_for_cpu: bool = False  # it was told to use the CPU, or the box has no GPU
+    asleep: bool = False  # its weights are nowhere
+    max_rss: int | None = None  # host memory that is normal for it; None: MAX_RSS, or less for a smaller model
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`value` is gpu, cpu or unknown; `because` says which unknown: gone, meant, asleep, old, partial, unreadable, or
+    "no sign" (of a fallback, nor of the GPU)."""
+
+    value: str
+    evidence: tuple[str, ...]
+    because: str = ""
+
+
+def evidence_of(reading: GpuReading, pids: Collection[int], memory: Memory | None, seconds: float, **more: Any) -> Evidence:
+    """The Evidence on an engine whose processes are `pids`; `more`: model, meant_for_cpu, asleep, max_rss."""
+    if reading.vendor is None and not reading.problem:
+        more["meant_for_cpu"] = True
+    gpu, card = gpu_bytes(reading, pids), card_used(reading, pids)
+    return Evidence(memory, seconds, gpu, card, unified=reading.unified, **more)
+
+
+def verdict(facts: Evidence) -> Verdict:
+    """Where an engine's weights are. The GPU memory of its processes counts first, then anonymous and swapped memory, then
+    what is resident of mapped files together with the memory that the card has in use."""
+    for judge in (_not_judged, _by_gpu_memory, _by_host_memory):
+        found = judge(facts)
+        if found:
+            value, because, reason = found
+            return Verdict(value, (*_figures(facts), reason), because)
+    raise AssertionError("not reached")
+
+
+def _figures(facts: Evidence) -> Iterator[str]:
+    memory = facts.memory
+    if memory:
+        yield f"{age(facts.age)} old"
+        yield "VmRSS is {}: {} anonymous, {} of files".format(*tuple(map(size_text, (memory.rss, memory.anon, memory.file))))
+        if memory.swap:
+            yield f"VmSwap is {size_text(memory.swap)}"
+    counts = {"its GPU memory": facts.gpu, "the card's used memory": facts.card_used, "the model": facts.model}
+    for name, count in counts.items():
+        if count is not None:
+            yield f"{name} is {size_text(count)}"
+
+
+def _not_judged(facts: Evidence) -> tuple[str, str, str] | None:
+    if not facts.memory:
+        return "unknown", "gone", "the process is gone"
+    if facts.meant_for_cpu:
+        return "unknown", "meant", "it is meant to run on the CPU"
+    if facts.asleep:
+        return "unknown", "asleep", "it sleeps: its weights are nowhere"
+    return None
+
+
+def _by_gpu_memory(facts: Evidence) -> tuple[str, str, str] | None:
+    if facts.gpu is None or not facts.memory:
+        return None
+    if not facts.model:
+        return _without_model(facts, facts.gpu, facts.memory)
+    if facts.gpu >= 0.7 * facts.model:
+        return "gpu", "", "the GPU holds the weights"
+    # On a unified device managed memory is nobody's GPU memory: only a process without any context is surely on the CPU.
+    if facts.gpu > (0 if facts.unified else max(CONTEXT, 0.1 * facts.model)):
+        return "unknown", "partial", "the GPU holds a part of the weights at most"
+    private = facts.memory.anon + facts.memory.swap
+    if facts.age <= FRESH:
+        in_memory = facts.memory.rss + facts.memory.swap >= 0.5 * facts.model
+    else:  # a prompt cache is private, so only much of it, or the mapped file itself, tells
+        in_memory = facts.memory.file >= 0.5 * facts.model or private >= 0.9 * facts.model
+    if in_memory:
+        return "cpu", "", "the weights are in the box's memory, not on the GPU"
+    return "unknown", "no sign", "the weights are neither on the GPU nor in the box's memory"
+
+
+def _without_model(facts: Evidence, gpu: int, memory: Memory) -> tuple[str, str, str]:
+    limit, fresh = _normal(facts), facts.age <= FRESH
+    if gpu >= 1 << 30 and not (fresh and memory.anon + memory.swap > limit):
+        return "gpu", "", "the GPU holds much, and the box's memory no weights"
+    if fresh and memory.rss + memory.swap > limit and gpu <= (0 if facts.unified else CONTEXT):
+        return "cpu", "", f"more than {size_text(limit)} in the box's memory, and no weights on the GPU"
+    if gpu > CONTEXT:
+        return "unknown", "partial", "how much of the weights the GPU holds can't be told without the model's size"
+    return "unknown", "no sign", "no weights on the GPU, and not many in the box's memory"
+
+
+def _by_host_memory(facts: Evidence) -> tuple[str, str, str] | None:
+    memory, limit, fresh = facts.memory or Memory(0, 0, 0, 0), _normal(facts), facts.age <= FRESH
+    private = memory.anon + memory.swap
+    above = f"more than {size_text(limit)}"
+    if facts.model and facts.card_used is not None and facts.card_used >= 0.7 * facts.model:
+        if fresh and private > limit and not facts.unified:
+            return "unknown", "unreadable", f"the card is in use, yet {above} is anonymous memory: whose is the card's?"
+        return "gpu", "", "the card's used memory holds the weights"
+    if facts.unified:
+        return "unknown", "unreadable", "on unified memory the box's figures don't tell"
+    if not fresh:
+        return "unknown", "old", f"not judged: after {age(FRESH)} the box's memory tells nothing any more"
+    if private > limit:
+        return "cpu", "", f"{above} is anonymous memory: the weights"
+    empty = facts.card_used is not None and facts.card_used <= max(1 << 30, 0.1 * (facts.model or 0))
+    if memory.rss + memory.swap <= limit:
+        return "unknown", "no sign", "no sign of weights in the box's memory, and its GPU memory can't be read"
+    if empty:
+        return "cpu", "", f"{above} is resident, and the card holds next to nothing"
+    return "unknown", "unreadable", f"{above} is resident, but of mapped files, which a healthy engine may have as well"
+
+
+def _normal(facts: Evidence) -> int:
+    """Host memory above which the weights are in it. A small model's weights would never reach the common limit."""
+    if facts.max_rss is not None:
+        return facts.max_rss
+    return min(MAX_RSS, max(2 << 30, int(0.7 * facts.model))) if facts.model else MAX_RSS
+
+
 # ======================================================================================================================
 # 6  Engines
 # ======================================================================================================================
@@ -1825,6 +2772,10 @@ class Engine:
 
     def log_tail(self, lines: int = 10) -> list[str]:
         raise AssertionError("each kind of engine keeps its log in its own place")
+
+    def warnings(self) -> list[str]:
+        """What about it is not as it should be, before anybody asks for it."""
+        return []
 
     @property
     def state(self) -> str:
@@ -1902,6 +2853,11 @@ class CommandEngine(Engine):
         if not self.processes():
             self._record.remove()
 
+    def warnings(self) -> list[str]:
+        import shutil
+
+        return [] if shutil.which(self.command[0]) else [f"engine {self.name}: there is no program {self.command[0]} here"]
+
     def _signal(self, number: int) -> None:
         for process in self.processes():
             if self.box.same(process.pid, process.start):
@@ -1961,8 +2917,8 @@ class UnitEngine(Engine):
         return found
 
     def show(self) -> dict[str, str]:
-        """systemctl show: LoadState, ActiveState, SubState, NRestarts, Result. AgentError when there is no such unit."""
-        names = "LoadState,ActiveState,SubState,NRestarts,Result"
+        """systemctl show: LoadState, ActiveState, SubState, NRestarts, Result, Restart. AgentError when there is no such unit."""
+        names = "LoadState,ActiveState,SubState,NRestarts,Result,Restart"
         done = self._systemctl("show", "-p", names, self.unit, seconds=20.0)
         values = dict(line.split("=", 1) for line in done.out.decode("utf-8", "replace").splitlines() if "=" in line)
         if values.get("LoadState") == "not-found":
@@ -1980,6 +2936,13 @@ class UnitEngine(Engine):
             restarts = show.get("NRestarts", "")
             return f"restarting ({restarts} times)" if restarts.isdigit() and int(restarts) else "starting"
         return "stopping" if active == "deactivating" else "off"
+
+    def warnings(self) -> list[str]:
+        """A unit that systemd starts again by itself comes back onto a GPU that was given away."""
+        restart = self.show().get("Restart", "no")
+        if restart in ("no", "on-failure", ""):
+            return []
+        return [f"engine {self.name}: {self.unit} has Restart={restart}: it may come back onto a GPU that was given away"]
 
     def start(self) -> None:
         self._systemctl("reset-failed", self.unit, seconds=20.0, check=False)
@@ -2053,7 +3016,10 @@ def prove_stopped(engines: Iterable[Engine], clock: Clock) -> None:
 
 BANNER = "llmguard-agent 1"
 MAX_REQUEST = 64 * 1024  # bytes
+DRAIN_LOOKS = 60  # one second apart, until GPU memory is given back
+MAX_FILE = 4 << 20  # bytes of a copy of this file
 REQUEST_PATIENCE = 5.0  # seconds
+INSTALLED = ".local/share/llmguard/llmguard.py"  # below the home directory, where an ssh command starts
 PORT_FRONTS = frozenset("docker-proxy rootlessport pasta conmon slirp4netns".split())  # listen for a container's process
 LOCK_PATIENCE = 60.0  # seconds that one caller waits for another's op on the same box
 
@@ -2065,6 +3031,7 @@ class Agent:
     folder: str
     box: Box = field(default_factory=Box)
     clock: Clock = field(default_factory=Clock)
+    run: Run = run_tool
 
     def answer(self, ask: dict[str, Any]) -> dict[str, Any]:
         """One request -> one reply; what goes wrong becomes {"ok": false, "error": {"type", "text"}}."""
@@ -2081,25 +3048,52 @@ class Agent:
         return reply
 
     def version(self, ask: dict[str, Any]) -> dict[str, Any]:
-        return {"python": "%d.%d.%d" % sys.version_info[:3], "time": timestamp(self.clock.now())}
+        """What the box is like, and what about its engines will bite one day."""
+        warnings = [warning for engine in self._engines(ask).values() for warning in engine.warnings()]
+        return {"python": "%d.%d.%d" % sys.version_info[:3], "time": self.clock.now(), "warnings": warnings}
 
     def status(self, ask: dict[str, Any]) -> dict[str, Any]:
         """Which engine of ours runs, and who else holds the GPU."""
         engines = self._engines(ask)
-        foreign, checked = self._owners(ask)
+        running = [(engine, engine.state, engine.processes()) for engine in engines.values()]
+        running = [entry for entry in running if entry[1] != "off"]
+        ours = {process.pid for _, _, processes in running for process in processes}
+        reading = self._gpus(ask)
+        foreign, checked = self._owners(ask, reading, ours)
         reply: dict[str, Any] = {"active": None, "state": "off", "foreign": foreign, "checked": checked, "bench_waits": []}
         reply["queue_checked"] = "job_queue" in checked
-        for engine in engines.values():
-            state = engine.state
-            if state != "off":
-                processes = engine.processes()
-                reply.update(active=engine.name, state=state)
-                reply["engine"] = {"pids": sorted(process.pid for process in processes), **self._port(engine, processes)}
-                break
+        if running:
+            engine, state, processes = running[0]
+            reply.update(active=engine.name, state=state, engine=self._engine_view(engine, processes, reading))
+            reply["others"] = [other.name for other, _, _ in running[1:]]
+        reply["gpu"] = self._gpu_view(reading)
         wanted = engines.get(ask.get("log", ""))
         if wanted:
             reply["log"] = wanted.log_tail()
         return reply
+
+    def _engine_view(self, engine: Engine, processes: list[Process], reading: GpuReading) -> dict[str, Any]:
+        pids = sorted(process.pid for process in processes)
+        memories = [memory for memory in map(self.box.memory, pids) if memory]
+        since = min(filter(None, (started(self.box, process) for process in processes)), default=None)
+        return {
+            "pids": pids,
+            "since": timestamp(since),
+            "rss": sum(memory.rss for memory in memories),
+            "rss_anon": sum(memory.anon for memory in memories),
+            "rss_file": sum(memory.file for memory in memories),
+            "swap": sum(memory.swap for memory in memories),
+            "gpu_bytes": gpu_bytes(reading, pids),
+            **self._port(engine, processes),
+        }
+
+    @staticmethod
+    def _gpu_view(reading: GpuReading) -> dict[str, Any]:
+        devices = [
+            {"index": device.index, "name": device.name, "total": device.total, "used": device.used, "unified": device.unified}
+            for device in reading.devices
+        ]
+        return {"vendor": reading.vendor, "devices": devices, "problem": reading.problem}
 
     def _port(self, engine: Engine, processes: list[Process]) -> dict[str, Any]:
         """Who answers on an engine's port: 'ours', 'closed', 'stranger' with its name, or 'unknown' (a container's front,
@@ -2121,17 +3115,39 @@ class Agent:
         if wanted is None:
             raise BadRequest("engine {!r} is not among the engines of this request".format(ask.get("engine")))
         with self._lock("start"):
-            foreign, checked = self._owners(ask)
+            ours = {process.pid for engine in engines.values() for process in engine.processes()}
+            foreign, checked = self._owners(ask, self._gpus(ask), ours)
             if foreign:
                 raise GpuBusy(foreign[0]["text"], reply={"foreign": foreign, "checked": checked})
             if wanted.state == "off":
                 self._stop([engine for engine in engines.values() if engine is not wanted])
                 taken = self.box.listeners(wanted.port)
                 if taken:
-                    by = " by " + ", ".join(p.comm for p in self.box.listening(wanted.port)) if taken else ""
-                    raise EngineFailed("port %d is already taken%s" % (wanted.port, by))
+                    names = ", ".join(process.comm for process in self.box.listening(wanted.port)) or "somebody"
+                    raise EngineFailed(f"port {wanted.port} is already taken by {names}")
+                self._await_memory(ask, _ask_for(_dict(ask, "engines")[wanted.name], "vram", size, None), ours)
                 wanted.start()
         return self.status(ask)
+
+    def _await_memory(self, ask: dict[str, Any], vram: int | None, stopped: set[int]) -> None:
+        """Until what was stopped has given its GPU memory back, `vram` bytes are free, and the reading stands still: an engine
+        that starts into memory that still drains falls back to the CPU, silently and for good."""
+        before: GpuReading | None = None
+        for look in range(DRAIN_LOOKS):
+            if look:
+                self.clock.sleep(1.0)
+            reading = self._gpus(ask)
+            if (reading.vendor is None and not reading.problem) or not (stopped or vram):
+                return
+            free = vram_free(reading, available_memory(self.box))
+            enough = vram is None or free is None or free >= vram
+            still = before is not None and [d.used for d in reading.devices] == [d.used for d in before.devices]
+            if enough and drained(reading, stopped) and (still or not stopped):
+                return
+            before = reading
+        if vram is not None and not enough:
+            raise GpuBusy(f"only {size_text(free or 0)} of GPU memory is free, {size_text(vram)} is wanted")
+        raise GpuBusy(f"the memory of a stopped engine is not given back after {age(DRAIN_LOOKS)}")
 
     def stop(self, ask: dict[str, Any]) -> dict[str, Any]:
         """Stop every running engine of ours, and prove that it is gone."""
@@ -2172,17 +3188,43 @@ class Agent:
         except ValueError as error:
             raise BadRequest(f"engines.{name}: {error}") from None
 
-    def _owners(self, ask: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    def _gpus(self, ask: dict[str, Any]) -> GpuReading:
+        return read_gpus(self.box, self.run, _ask_for(ask, "gpus", _gpus, None))
+
+    def _owners(self, ask: dict[str, Any], reading: GpuReading, ours: set[int]) -> tuple[list[dict[str, Any]], list[str]]:
         """Who else holds the GPU, and which guards were applied to find that out."""
-        owners: list[dict[str, Any]] = []
-        checked = []
-        bench_port = ask.get("bench_port")
-        if bench_port is not None:
-            if self.box.listeners(bench_port):
-                names = ", ".join(process.comm for process in self.box.listening(bench_port)) or "somebody"
-                owners.append({"kind": "bench_port", "text": "%s listens on the bench port %d" % (names, bench_port)})
+        owners = gpu_owners(
+            reading,
+            ours,
+            ignore=_ask_for(ask, "ignore", _texts, ()),
+            owner_min=_ask_for(ask, "owner_min", size, 512 << 20),
+            unexplained=_ask_for(ask, "unexplained", _one_of("owner", "ignore"), "owner"),
+        )
+        checked = ["gpu"]
+        if ask.get("bench_port") is not None:
+            owners += self._bench_owner(_ask_for(ask, "bench_port", _port, 0))
             checked.append("bench_port")
-        return owners, checked
+        return [{key: value for key, value in owner.__dict__.items() if value is not None} for owner in owners], checked
+
+    def _bench_owner(self, port: int) -> Iterator[Owner]:
+        """Whoever listens on the bench port; who that is can be seen only of our own processes, that he is there of all."""
+        if self.box.listeners(port):
+            found = self.box.listening(port)
+            who = ", ".join(f"{process.comm} pid {process.pid}" for process in found) or "somebody"
+            since = timestamp(min(filter(None, (started(self.box, process) for process in found)), default=None))
+            yield Owner("bench_port", f"{who} listens on the bench port {port}", since=since)
+
+
+def _ask_for(table: Any, key: str, read: Callable[[Any], Any], default: Any) -> Any:
+    """A value of a request, checked as the configuration checks its own; BadRequest."""
+    if not isinstance(table, dict):
+        raise BadRequest("a table is due")
+    if table.get(key) is None:
+        return default
+    try:
+        return read(table[key])
+    except ValueError as error:
+        raise BadRequest(f"{key}: {error}") from None
 
 
 def _dict(table: dict[str, Any], key: str) -> dict[str, Any]:
@@ -2192,17 +3234,72 @@ def _dict(table: dict[str, Any], key: str) -> dict[str, Any]:
     return value
 
 
-def agent_main(folder: str) -> int:
-    """`llmguard.py agent`: exit code 0 when a reply was given, even one that says no; 64 for no or a bad request.
-    Never 255, which is ssh's own."""
-    deadline = time.monotonic() + REQUEST_PATIENCE
-    data = b""
-    while True:
+def receive(data: bytes, wanted: str) -> dict[str, Any]:
+    """Put a copy of this file where the agent is run from: temp name, checked, synced, renamed. Starts nothing.
+
+    It is always run as `python3 FILE`, so a lost exec bit cannot matter; the mode is set all the same.
+    """
+    import hashlib
+
+    path = os.path.join(os.path.expanduser("~"), INSTALLED)
+    found = hashlib.sha256(data).hexdigest()
+    if found != wanted:
+        raise AgentError(f"the file arrived damaged: its sha256 is {found[:12]}…, not {wanted[:12]}…")
+    before = None
+    try:
+        with open(path, "rb") as file:
+            before = hashlib.sha256(file.read()).hexdigest()
+    except OSError:
+        pass
+    temp = f"{path}.{os.getpid()}.tmp"
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        StateFile.write(temp, data)
+        os.chmod(temp, 0o755)
+        os.replace(temp, path)
+        sync_folder(os.path.dirname(path))
+    except OSError as error:
+        remove_file(temp)
+        raise AgentError(f"{path} cannot be written: {error.strerror}") from None
+    return {"path": path, "before": before, "sha256": wanted, "agent": __version__}
+
+
+def receive_main(read: Callable[[], bytes]) -> int:
+    """`llmguard.py agent --receive`: a line of JSON, {"sha256", "size"}, then the file itself."""
+    reply: dict[str, Any] = {"ok": True}
+    try:
+        header, _, data = read().partition(b"\n")
+        try:
+            sha256 = str(json.loads(header)["sha256"])
+        except (ValueError, KeyError, TypeError):
+            raise BadRequest("a line with the file's sha256 is due") from None
+        reply.update(receive(data, sha256))
+    except GuardError as error:
+        reply = {"ok": False, "error": {"type": type(error).__name__, "text": str(error)}}
+    os.write(1, f"{BANNER}\n{json.dumps(reply)}\n".encode())
+    return 0
+
+
+def read_stdin(seconds: float, limit: int, line: bool) -> bytes:
+    """What comes on stdin until its end (or, with `line`, the end of a line), at most `limit` + 1 bytes and `seconds`."""
+    deadline = time.monotonic() + seconds
+    data = bytearray()
+    while len(data) <= limit:
         ready, _, _ = select.select([0], [], [], max(0.0, deadline - time.monotonic()))
         piece = os.read(0, PIECE) if ready else b""
         data += piece
-        if not piece or b"\n" in piece or len(data) > MAX_REQUEST:
+        if not piece or (line and b"\n" in piece):
             break
+    return bytes(data)
+
+
+def agent_main(folder: str, receiving: bool = False) -> int:
+    """`llmguard.py agent`: exit code 0 when a reply was given, even one that says no; 64 for no or a bad request.
+    Never 255, which is ssh's own."""
+    # Under a forced command in authorized_keys this is what runs, whatever was asked for: what was, stands here.
+    if receiving or os.environ.get("SSH_ORIGINAL_COMMAND", "").endswith("agent --receive"):
+        return receive_main(lambda: read_stdin(60.0, MAX_FILE, line=False))
+    data = read_stdin(REQUEST_PATIENCE, MAX_REQUEST, line=True)
     problem = None
     ask: Any = None
     try:
@@ -2228,7 +3325,6 @@ def agent_main(folder: str) -> int:
 # box's readers and nvidia-smi may hang in the kernel, and the proxy may not. The command line is constant and takes no
 # quoting, so that any login shell reads it (sh, fish, tcsh, nushell); everything variable travels on stdin.
 
-INSTALLED = ".local/share/llmguard/llmguard.py"  # below the home directory, where an ssh command starts
 MAX_NOISE = 64 * 1024  # bytes that a login shell may print before the agent's answer
 SSH_OPTIONS = {
     "BatchMode": "yes",
@@ -2246,6 +3342,7 @@ class Remote:
 
     def __init__(self, host: HostConfig, folder: str) -> None:
         self.host, self.folder = host, folder
+        self._tunnels: Any = None
 
     def call(self, ask: dict[str, Any], seconds: float) -> dict[str, Any]:
         """One op. HostDown when the box cannot be reached, HostBlocked when it answers but somebody has to mend something,
@@ -2274,6 +3371,48 @@ class Remote:
     def _ssh_argv(self) -> list[str]:
         options = dict(SSH_OPTIONS, ControlPath=os.path.join(_socket_folder(), "%C"))
         return ["ssh", "-T", *(word for option in options.items() for word in ("-o", "=".join(option))), "--", self.host.ssh or ""]
+
+    def install(self) -> dict[str, Any]:
+        """Copy this very file to the box -> the reply of `receive`. An agent that is there takes it (also under a forced
+        command); where there is none yet, the box's Python runs the new file from stdin, which then stores itself."""
+        import base64
+        import hashlib
+
+        with open(os.path.abspath(__file__), "rb") as file:
+            data = file.read()
+        sha256 = hashlib.sha256(data).hexdigest()
+        header = json.dumps({"sha256": sha256, "size": len(data)}).encode() + b"\n"
+        done = self.ssh("agent --receive", 60.0, header + data)
+        reply, _ = read_reply(done.out)
+        if reply is None or not reply.get("ok"):
+            program = _BOOTSTRAP.format(data=base64.b64encode(data).decode(), sha256=sha256)
+            reply = self._reply(self.ssh("-", 60.0, program.encode()))
+        if not reply.get("ok"):
+            raise AgentError(str((reply.get("error") or {}).get("text", "the box did not take the file")))
+        return reply
+
+    def tunnel(self, port: int) -> str:
+        """The local socket that leads to a port on the box's own loopback, once `open_tunnels` has been called."""
+        return os.path.join(_socket_folder(), f"{self.host.name}-{port}")
+
+    def open_tunnels(self, ports: Iterable[int]) -> None:
+        """One ssh that forwards all these ports, unless it runs. It reads our pipe, so that it ends when we do."""
+        import subprocess
+
+        if self._tunnels is not None and self._tunnels.poll() is None:
+            return
+        options = {**SSH_OPTIONS, "ExitOnForwardFailure": "yes", "StreamLocalBindUnlink": "yes", "ControlPath": "none"}
+        del options["ClearAllForwardings"], options["ControlMaster"], options["ControlPersist"]
+        words = [word for option in options.items() for word in ("-o", "=".join(option))]
+        words += [word for port in ports for word in ("-L", f"{self.tunnel(port)}:127.0.0.1:{port}")]
+        argv = ["ssh", "-T", *words, "--", self.host.ssh or "", "cat"]
+        silent = subprocess.DEVNULL
+        self._tunnels = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=silent, stderr=silent)
+
+    def close(self) -> None:
+        """Let go of the box: the tunnels end, what runs there runs on."""
+        if self._tunnels is not None:
+            self._tunnels.terminate()
 
     def _has_master(self) -> bool:
         return any(name for name in os.listdir(_socket_folder()) if len(name) == 40)
@@ -2313,6 +3452,15 @@ class Remote:
             return HostBlocked(problem=f"host {name}: the login shell prints more than 64 KiB before the agent's answer")
         return AgentError(f"the agent on host {name} gave no reply: {what}")
 
+
+_BOOTSTRAP = """\
+import base64, sys, types
+data = base64.b64decode("{data}")
+sys.modules["llmguard"] = module = types.ModuleType("llmguard")
+module.__file__ = "llmguard.py"
+exec(compile(data, "llmguard.py", "exec"), module.__dict__)
+sys.exit(module.receive_main(lambda: b'{{"sha256": "{sha256}"}}\\n' + data))
+"""
 
 _SSH_TROUBLES = (
     (r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key verification failed",
@@ -2356,6 +3504,7 @@ def read_reply(output: bytes) -> tuple[dict[str, Any] | None, int]:
 
 IN_USE_PAUSE = 1.0  # seconds between two questions whether an engine is still in use: asking more often delays its cancels
 BACKOFF_FIRST, BACKOFF_LAST = 10.0, 300.0  # seconds after failed starts
+WAKE_PAUSE = 5.0  # seconds between two looks at a box that is being woken
 LEARN_PAUSE = 5.0  # seconds between two questions for the names of an engine whose models are "auto"
 GLANCE = 0.2  # seconds between two looks at a waiting client
 
@@ -2490,6 +3639,17 @@ class EngineApi:
         return False
 
 
+def send_magic_packet(mac: str) -> None:
+    """Wake-on-LAN: six bytes of 0xFF and the address sixteen times, as a UDP broadcast to port 9."""
+    packet = b"\xff" * 6 + bytes.fromhex(mac.replace(":", "")) * 16
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
+        try:
+            sock.sendto(packet, ("255.255.255.255", 9))
+        except OSError as error:
+            log(f"no magic packet could be sent: {error.strerror}")
+
+
 @dataclass(frozen=True)
 class Situation:
     """All that decides what a host does next. Times are monotonic seconds."""
@@ -2499,6 +3659,7 @@ class Situation:
     in_flight: int = 0  # requests on it
     queue: tuple[str, ...] = ()  # engines that requests wait for, oldest first
     look_due: float = NEVER  # when to ask the agent next
+    waking: bool = False  # the box sleeps, and was sent a magic packet
     unload: bool = False  # somebody asked that `up` be stopped
     idle_due: float = NEVER  # when `up` has been idle for long enough
     in_use_until: float = 0.0  # others beside us use `up`: not to be asked again before
@@ -2526,7 +3687,7 @@ def plan(now: Situation) -> Step:
     if wanted and wanted == now.up and not now.unload:
         return Step("grant", wanted)
     if not now.up:
-        return Step("switch", wanted) if wanted else Step("rest", until=now.look_due)
+        return Step("switch", wanted) if wanted and not now.waking else Step("rest", until=now.look_due)
     idle = now.now >= now.idle_due
     if not (wanted or now.unload or idle):
         return Step("rest", until=min(now.look_due, now.idle_due))
@@ -2606,6 +3767,7 @@ class Host:
         self._used = False  # has `_up` served a request, or was it started by us?
         self._last_ended = 0.0  # monotonic
         self._in_use_until = 0.0
+        self._wake_until = 0.0  # while the box is being woken: until when that is waited for
         self._failures: dict[str, Failure] = {}
         self._learned: dict[str, dict[str, dict[str, Any]]] = {}  # engine -> model -> what it says of it
         self._learn_due: dict[str, float] = {}
@@ -2687,6 +3849,8 @@ class Host:
 
     def address(self, engine: str) -> Address:
         config = self.config.engines[engine]
+        if config.url is None and self.config.tunnel and self.config.ssh:
+            return Address(self._remote.tunnel(config.port or 0), 0)
         return config.url or Address(self.config.address, config.port or 0)
 
     def api(self, engine: str) -> EngineApi:
@@ -2767,6 +3931,29 @@ class Host:
         if not reply.get("ok"):
             raise AgentError(str((reply.get("error") or {}).get("text", "the agent refused")))
         return reply
+
+    def version(self) -> dict[str, Any]:
+        """What the box is like: python, time (seconds since the epoch), warnings; HostDown, HostBlocked, AgentError."""
+        reply = self._ask("version", 30.0)
+        if not reply.get("ok"):
+            raise AgentError(str((reply.get("error") or {}).get("text", "the agent refused")))
+        return reply
+
+    def start(self, engine: str) -> None:
+        """Have the agent start an engine, without anybody waiting for it; GpuBusy, EngineFailed, HostDown, HostBlocked."""
+        self.owners = self.foreign(self.status())
+        self._refuse_old_agent(engine)
+        self._started(engine, self._ask("start", 900.0, engine=engine), None)
+
+    def stop(self) -> None:
+        """Have the agent stop every engine of ours; AgentError names what survived."""
+        reply = self._ask("stop", 900.0)
+        if not reply.get("ok"):
+            raise AgentError(str((reply.get("error") or {}).get("text", "the agent refused")))
+
+    def install(self) -> dict[str, Any]:
+        """Put this very file on the box."""
+        return self._remote.install()
 
     def view(self) -> dict[str, Any]:
         """This host's part of /status."""
@@ -2864,6 +4051,7 @@ class Host:
             in_flight=in_flight,
             queue=tuple(ticket.engine for ticket in self._queue),
             look_due=self._look_due,
+            waking=self._wake_until > 0.0,
             unload=self._unload is not None and self._unload == self._up,
             idle_due=idle_due,
             in_use_until=self._in_use_until,
@@ -2885,6 +4073,7 @@ class Host:
 
     def close(self) -> None:
         """End the thread; what runs on the box runs on."""
+        self._remote.close()
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -2911,16 +4100,19 @@ class Host:
         for engine in self.config.engines.values():
             if engine.managed:
                 kind = {"command": engine.command} if engine.command else {"unit": engine.unit, "scope": engine.scope}
-                engines[engine.name] = {"port": engine.port, **kind}
-        ask = {"op": op, "host": self.config.name, "engines": engines, **self._guards(), **more}
-        if self.config.sudo:
-            ask["sudo"] = True
-        return self._remote.call(ask, seconds)
+                engines[engine.name] = {"port": engine.port, "vram": engine.vram, **kind}
+        config = self.config
+        ask: dict[str, Any] = {"op": op, "host": config.name, "engines": engines, "sudo": config.sudo}
+        for guard in ("bench_port", "gpus", "ignore", "owner_min", "unexplained"):
+            ask[guard] = getattr(config, guard)
+        return self._remote.call({**ask, **more}, seconds)
 
     def _look(self) -> None:
         """The tick: what runs there, and who else holds the GPU?"""
         reply: dict[str, Any] = {}
         trouble = None
+        if self.config.tunnel and self.config.ssh:
+            self._remote.open_tunnels(engine.port or 0 for engine in self.config.engines.values() if engine.managed)
         try:
             reply = self.status() if self._managed else {}
         except (HostDown, HostBlocked, AgentError) as error:
@@ -2950,9 +4142,27 @@ class Host:
         self.down_since = self.down_since or self._clock.now()
         self.blocked = blocked
         self._looked()
+        if blocked is None and self._queue and self._wake():
+            return
         told = f"host {name} is down" if blocked is None else f"host {name} cannot be used, see /status: {client_safe(blocked)}"
         self._settle(self._queue, HostDown(told))
         self._up, self._trusted = None, False
+
+    def _wake(self) -> bool:
+        """A box that sleeps is sent a magic packet once, by who asks for one of its models; who asked then waits for it."""
+        now = self._clock.monotonic()
+        if self.config.mac is None or (self._wake_until and now >= self._wake_until):
+            self._wake_until = 0.0
+            return False
+        if not self._wake_until:
+            log(f"host {self.config.name}: asked for while down: waking {self.config.mac}")
+            send_magic_packet(self.config.mac)
+            self._wake_until = now + self.proxy.queue_timeout
+        for ticket in self._queue:
+            ticket.committed = True
+        self._look_due = now + WAKE_PAUSE
+        self._up, self._trusted = None, False
+        return True
 
     def _looked(self) -> None:
         self._look_due = self._clock.monotonic() + self.proxy.tick
@@ -2964,9 +4174,10 @@ class Host:
         if self.down_since is not None:
             log(f"host {name}: up again")
         self.down_since = self.blocked = None
+        self._wake_until = 0.0
         self._looked()
         if reply:
-            self.owners = self._foreign(reply)
+            self.owners = self.foreign(reply)
             self.agent = {"version": reply.get("agent"), "sha256": reply.get("sha256")}
             self.gpu = reply.get("gpu")
         self._trusted = True
@@ -2979,7 +4190,7 @@ class Host:
                 self._tell(ready, "loaded")
             self._now_up(ready, used=False)
 
-    def _foreign(self, reply: dict[str, Any]) -> list[dict[str, Any]]:
+    def foreign(self, reply: dict[str, Any]) -> list[dict[str, Any]]:
         """The owners that a reply names, and one for each guard that was asked for and not applied: an older agent drops a
         field that it does not know, and answers as if nothing had been asked."""
         owners = [owner for owner in reply.get("foreign") or [] if isinstance(owner, dict) and "text" in owner]
@@ -2990,11 +4201,9 @@ class Host:
                 owners.append({"kind": "agent", "text": text})
         return owners
 
-    def _guards(self) -> dict[str, Any]:
-        """What the agent must look at before a GPU counts as free, and how: these go into every request."""
-        config = self.config
-        wanted = {"bench_port": config.bench_port}
-        return {name: value for name, value in wanted.items() if value is not None}
+    def _guards(self) -> list[str]:
+        """What the agent must look at before a GPU counts as free."""
+        return ["gpu", *(["bench_port"] if self.config.bench_port is not None else [])]
 
     def _now_up(self, engine: str | None, used: bool) -> None:
         self._up, self._used, self._trusted = engine, used, True
@@ -3076,7 +4285,7 @@ class Host:
         if not reply.get("ok"):
             error = reply.get("error") or {}
             if error.get("type") == "GpuBusy":
-                self.owners = self._foreign(reply)
+                self.owners = self.foreign(reply)
                 raise GpuBusy(prefix + "GPU is busy, not switching: {}".format(client_safe(str(error.get("text")))))
             raise EngineFailed(prefix + str(error.get("text", "no reason given")))
         if before and before != engine:
@@ -4612,23 +5821,31 @@ def check(options: Any) -> int:
 
 
 def _check_host(host: Host) -> tuple[int, str]:
-    lost = []
-    for engine in host.config.engines.values():
-        if not engine.managed and host.api(engine.name).models() is None:
-            lost.append(f"engine {engine.name} does not answer on http://{host.address(engine.name).authority}")
-    reply = {}
+    """(0, 1 or 2, what there is to say about it)."""
+    warnings = [
+        f"engine {engine.name} does not answer on http://{host.address(engine.name).authority}"
+        for engine in host.config.engines.values()
+        if not engine.managed and host.api(engine.name).models() is None
+    ]
+    facts = []
     if any(engine.managed for engine in host.config.engines.values()):
         try:
+            asked = time.time()
+            box = host.version()
+            offset = box.get("time", asked) - (asked + time.time()) / 2
             reply = host.status()
         except (HostDown, HostBlocked, AgentError) as error:
             return 2, str(error)
-    if lost:
-        return 1, "; ".join(lost)
-    if not reply:
-        return 0, f"ok, {len(host.config.engines)} engines answer"
-    running = f"engine {reply['active']} runs" if reply.get("active") else "no engine of ours runs"
-    owners = "".join("; held: " + owner["text"] for owner in reply.get("foreign", []))
-    return 0, f"ok, {running}{owners}"
+        warnings += box.get("warnings", [])
+        facts.append(f"engine {reply['active']} runs" if reply.get("active") else "no engine of ours runs")
+        facts += ["held: " + printable(owner["text"]) for owner in host.foreign(reply)]
+        if host.config.ssh is not None:
+            same = "the same as here" if reply.get("sha256") == own_hash() else "NOT the same as here"
+            facts.append(f"agent {reply.get('agent')} {str(reply.get('sha256'))[:12]}, {same}, Python {box.get('python')}")
+            facts.append(f"clock {offset:+.1f} s")
+            if "NOT" in same:
+                warnings.append(f"another copy of llmguard is there: `llmguard.py engine install {host.config.name}`")
+    return (1 if warnings else 0), "; ".join([*(["ok"] if not warnings else []), *facts, *("warning: " + w for w in warnings)])
 
 
 # ----- model
@@ -4714,6 +5931,70 @@ def model_unload_command(options: Any) -> int:
     return 0
 
 
+# ----- engine
+
+
+def _host_of(options: Any) -> Host:
+    """The host that a command names, talked to directly, without the proxy."""
+    config = the_config(options)
+    host = config.hosts.get(options.host)
+    if host is None:
+        raise UsageError(f"there is no host {printable(options.host)}{did_you_mean(options.host, config.hosts)}")
+    return Host(host, config.proxy, Remote(host, state_folder(options.state_dir)), Events())
+
+
+def engine_install_command(options: Any) -> int:
+    """Copy this file to a box; starts nothing."""
+    host = _host_of(options)
+    if host.config.ssh is None:
+        raise UsageError(f"host {host.config.name} is this machine: there is nothing to install")
+    reply = host.install()
+    was = reply.get("before")
+    before = "nothing was there" if not was else "the same was there" if was == reply["sha256"] else f"replaces {was[:12]}"
+    print(f"{host.config.name}: llmguard {__version__} {reply['sha256'][:12]} is at {reply['path']} ({before}); nothing was started")
+    return 0
+
+
+def engine_status_command(options: Any) -> int:
+    """What the box itself says."""
+    host = _host_of(options)
+    reply = host.status()
+    name = host.config.name
+    engine = reply.get("engine") or {}
+    if reply.get("active"):
+        held = size_text(engine["gpu_bytes"]) if engine.get("gpu_bytes") is not None else "unknown"
+        pids = ", ".join(map(str, engine.get("pids", [])))
+        print(f"{name}: engine {reply['active']} is {reply['state']} (pid {pids}), GPU memory {held}, RSS {size_text(engine.get('rss', 0))}")
+    else:
+        print(f"{name}: no engine of ours runs")
+    for owner in host.foreign(reply):
+        since = f" (since {owner['since']})" if owner.get("since") else ""
+        print(f"{name}: held: {printable(owner['text'])}{since}")
+    for device in (reply.get("gpu") or {}).get("devices", []):
+        used, total = (size_text(device[key]) if device[key] is not None else "not reported" for key in ("used", "total"))
+        print(f"{name}: GPU {device['index']} {printable(device['name'])}: {used} of {total} used")
+    if not (reply.get("gpu") or {}).get("devices"):
+        print(f"{name}: no GPU")
+    print(f"{name}: agent {reply.get('agent')} {str(reply.get('sha256'))[:12]}")
+    return 0
+
+
+def engine_start_command(options: Any) -> int:
+    host = _host_of(options)
+    if options.engine not in host.config.engines:
+        raise UsageError(f"host {host.config.name} has no engine {printable(options.engine)}{did_you_mean(options.engine, host.config.engines)}")
+    host.start(options.engine)
+    print(f"{host.config.name}: engine {options.engine} is started; it serves once it has loaded")
+    return 0
+
+
+def engine_stop_command(options: Any) -> int:
+    host = _host_of(options)
+    host.stop()
+    print(f"{host.config.name}: stopped, and nothing of our engines is left")
+    return 0
+
+
 # ----- main
 
 
@@ -4746,8 +6027,22 @@ def _parser() -> Any:
         one = verbs.add_parser(verb, parents=[asking], help=text)
         one.add_argument("name", metavar="NAME")
         one.set_defaults(run=run_it)
+    engine = commands.add_parser("engine", help="install, status, start and stop on one host, without the proxy")
+    verbs = engine.add_subparsers(dest="verb", metavar="install|status|start|stop", required=True)
+    for verb, run_it, text in (
+        ("install", engine_install_command, "copy this file to the box; starts nothing"),
+        ("status", engine_status_command, "what runs there, and who holds the GPU"),
+        ("start", engine_start_command, "start an engine, unless somebody else holds the GPU"),
+        ("stop", engine_stop_command, "stop every engine of ours, and prove that it is gone"),
+    ):
+        one = verbs.add_parser(verb, parents=[common], help=text)
+        one.add_argument("host", metavar="HOST")
+        if verb == "start":
+            one.add_argument("engine", metavar="ENGINE")
+        one.set_defaults(run=run_it)
     agent = commands.add_parser("agent", help="answer one request about this box (started by the proxy)")
-    agent.set_defaults(run=lambda options: agent_main(state_folder(options.state_dir)))
+    agent.add_argument("--receive", action="store_true", help="take a new copy of this file from stdin")
+    agent.set_defaults(run=lambda options: agent_main(state_folder(options.state_dir), options.receive))
     return parser
 
 
