@@ -1360,8 +1360,8 @@ def _flag(value: Any) -> bool:
 def _pause(value: Any) -> float:
     """What is done again and again, pauses: zero would be a busy loop."""
     seconds = duration(value)
-    if seconds < 1.0:
-        raise ValueError("at least 1s is due")
+    if seconds < 0.01:
+        raise ValueError("at least 10ms is due")
     return seconds
 
 
@@ -1824,13 +1824,12 @@ class Box:
         return [process for process in found if process and process.session == leader and not process.ended]
 
     def cgroup(self, pid: int) -> str | None:
-        """The cgroup by which systemd knows the process: the `0::` line (v2), else `name=systemd` (v1), by key, not by place."""
-        lines = [line.split(":", 2) for line in (self.read("proc/%d/cgroup" % pid) or "").splitlines()]
-        by_key = {(number, names): path for number, names, path in (line for line in lines if len(line) == 3)}
-        for (_, names), path in by_key.items():
-            if names == "name=systemd":
-                return path
-        return by_key.get(("0", ""))
+        """The cgroup by which systemd knows the process: the `0::` line, which is "/" where systemd keeps to v1, and then the
+        `name=systemd` line. By key, not by place: a container may show nine more lines."""
+        lines = [line.split(":", 2) for line in (self.read(f"proc/{pid}/cgroup") or "").splitlines()]
+        paths = {line[1]: line[2] for line in lines if len(line) == 3 and line[1] in ("", "name=systemd")}
+        unified = paths.get("")
+        return unified if unified and unified != "/" else paths.get("name=systemd", unified)
 
     # ----- listening sockets
 
@@ -4676,6 +4675,7 @@ class Exchange:
         self.read_on = False  # does unread body stand in the connection?
         self.upload: Upload | None = None
         self.asked = Asked()
+        self.route: Route | None = None  # once it is on its way to an engine
         self.status = 0  # of the response; 0: none was begun
         self.first_byte = 0.0  # seconds until the response began
         self.last_write = self.started
@@ -4710,6 +4710,8 @@ class Exchange:
         except GuardError as error:
             self.refuse(error)
         finally:
+            if self.route:
+                self.proxy.counters.end(self.route.model, self.status, time.monotonic() - self.started)
             if self.upload:
                 self.upload.close()
 
@@ -4843,26 +4845,20 @@ class Exchange:
     def forward_to(self, route: Route, target: str) -> None:
         """Start the engine where it must be, send the request, relay the answer. An engine that died since it was last seen
         is started again once, as long as nothing was sent to it."""
+        self.route = route
         self.proxy.counters.begin(route.model)
-        try:
-            for last in (False, True):
-                lease = route.host.acquire(route.engine, self.waiting)
-                try:
-                    self._send_and_relay(route, target)
-                    return
-                except EngineLost as error:
-                    log("host {}: engine {}: {}".format(route.host.config.name, route.engine, error.fields.get("detail", error)))
-                    route.host.suspect(route.engine)
-                    if last or not error.fields.get("refused") or not route.host.config.engines[route.engine].managed:
-                        raise
-                finally:
-                    lease.release()
-        except GuardError as error:
-            if not isinstance(error, ClientGone):
-                error.args = (f"model {printable(route.model)}: {error}",)
-            raise
-        finally:
-            self.proxy.counters.end(route.model, self.status, time.monotonic() - self.started)
+        for last in (False, True):
+            lease = route.host.acquire(route.engine, self.waiting)
+            try:
+                self._send_and_relay(route, target)
+                return
+            except EngineLost as error:
+                log(f"host {route.host.config.name}: engine {route.engine}: {error.fields.get('detail', error)}")
+                route.host.suspect(route.engine)
+                if last or not error.fields.get("refused") or not route.host.config.engines[route.engine].managed:
+                    raise
+            finally:
+                lease.release()
 
     def waiting(self, committed: bool) -> None:
         """Called while this request queues for its engine."""
@@ -5117,7 +5113,7 @@ class Exchange:
 
     def _error(self, error: GuardError, status: int) -> dict[str, Any]:
         """The body of a refusal, in Anthropic's shape on Anthropic's paths."""
-        text = str(error)
+        text = f"model {printable(self.route.model)}: {error}" if self.route else str(error)
         if self.path.startswith("/v1/messages"):
             return {"type": "error", "error": {"type": error.type, "message": text, "code": status}}
         content: dict[str, Any] = {"error": {"code": status, "message": text, "type": error.type, "param": None}}
