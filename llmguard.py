@@ -384,7 +384,7 @@ def printable(text: str) -> str:
 
 
 _RETRY_BAIT = re.compile(
-    r"\b[1-5]\d\d\b|\bpid \d+|time(?:d )?-?out|connection (?:refused|reset)|overloaded|terminated|rate.?limit|too many requests",
+    r"\b[1-5]\d\d\b|time(?:d )?-?out|connection (?:refused|reset)|overloaded|terminated|rate.?limit|too many requests",
     re.IGNORECASE,
 )
 
@@ -392,7 +392,7 @@ _RETRY_BAIT = re.compile(
 def client_safe(text: str) -> str:
     """A text without what clients' retry patterns look for: bare status numbers and words such as "timeout" make some
     coding agents try again for ever. The log keeps the original."""
-    return _RETRY_BAIT.sub("…", printable(text))
+    return _RETRY_BAIT.sub("…", re.sub(r",? \(?pid \d+\)?", "", printable(text)))
 
 
 class Log:
@@ -1639,6 +1639,18 @@ def _host(name: str, table: dict[str, Any], path: str, problems: _Problems) -> H
     return host
 
 
+def _shared_ports(hosts: Iterable[HostConfig], problems: _Problems) -> None:
+    """Two hosts may be two GPUs of one box: then they share its ports."""
+    taken: dict[tuple[str | None, int], tuple[str, str]] = {}
+    for host in hosts:
+        for engine in host.engines.values():
+            if engine.managed and engine.port:
+                first_host, first = taken.setdefault((host.ssh, engine.port), (host.name, engine.name))
+                if first_host != host.name:
+                    where = f"hosts.{host.name}.engines.{engine.name}.port"
+                    problems.add(where, f"taken by engine {first} of host {first_host}, on the same box")
+
+
 def parse_config(data: Any, path: str | None = None) -> Config:
     """A whole configuration as parsed from TOML or JSON -> Config; ConfigError lists everything that is wrong with it."""
     problems = _Problems()
@@ -1663,6 +1675,7 @@ def parse_config(data: Any, path: str | None = None) -> Config:
                 if model in seen:
                     problems.add(where, f"{model} is a model of {seen[model]} already")
                 seen[model] = where
+    _shared_ports(hosts.values(), problems)
     if proxy.api_keys_file:
         proxy = replace(proxy, api_keys=proxy.api_keys + keys_in(proxy.api_keys_file))
     if problems:
@@ -2759,6 +2772,8 @@ class Engine:
     box: Box
     clock: Clock
 
+    noun = "an engine"
+
     def processes(self) -> list[Process]:
         """Everything of it that lives, its children and leftovers included."""
         raise AssertionError("each kind of engine tells its own")
@@ -2777,6 +2792,11 @@ class Engine:
         return []
 
     @property
+    def comes_back(self) -> bool:
+        """May somebody else than us start it again after a stop?"""
+        return False
+
+    @property
     def state(self) -> str:
         """'off' or 'running'; a unit tells more."""
         return "running" if self.processes() else "off"
@@ -2784,7 +2804,7 @@ class Engine:
     def remains(self) -> str | None:
         """What is still there after a stop, as a sentence; None when all of it is gone."""
         for process in self.processes():
-            return "%s pid %d of engine %s still runs after the stop" % (process.comm, process.pid, self.name)
+            return f"{process.comm} pid {process.pid} of {self.noun} still runs after the stop"
         if self.box.listeners(self.port):
             return "port %d of engine %s is still open after the stop" % (self.port, self.name)
         return None
@@ -2901,6 +2921,7 @@ class UnitEngine(Engine):
     sudo: bool = False
     run: Callable[..., Finished] = run
 
+    noun = "an engine unit"
     TIMEOUT = 300.0  # a stop may take three times TimeoutStopSec, 90 s each by default
 
     def processes(self) -> list[Process]:
@@ -2938,10 +2959,13 @@ class UnitEngine(Engine):
 
     def warnings(self) -> list[str]:
         """A unit that systemd starts again by itself comes back onto a GPU that was given away."""
-        restart = self.show().get("Restart", "no")
-        if restart in ("no", "on-failure", ""):
+        if not self.comes_back:
             return []
-        return [f"engine {self.name}: {self.unit} has Restart={restart}: it may come back onto a GPU that was given away"]
+        return [f"engine {self.name}: {self.unit} is restarted by systemd whenever it ends (Restart=): it may come back onto a GPU that was given away"]
+
+    @property
+    def comes_back(self) -> bool:
+        return self.show().get("Restart", "no") not in ("no", "on-failure", "")
 
     def start(self) -> None:
         self._systemctl("reset-failed", self.unit, seconds=20.0, check=False)
@@ -2994,16 +3018,32 @@ class UnitEngine(Engine):
         return env
 
 
-def prove_stopped(engines: Iterable[Engine], clock: Clock) -> None:
-    """Look until nothing of these engines is left, at most STOP_LOOKS times; AgentError names what survived."""
-    left: str | None = None
+def prove_stopped(engines: Iterable[Engine], before: Iterable[Process], box: Box, clock: Clock) -> None:
+    """Look until nothing is left of these engines, nor of the processes that they had `before` the stop (one may have left
+    its cgroup), at most STOP_LOOKS times; AgentError names what survived.
+
+    One that somebody may start again (Restart=always, a timer, another unit) must still be gone one look later.
+    """
+    engines, before = list(engines), list(before)
+    gone = 0
     for look in range(STOP_LOOKS):
         if look:
             clock.sleep(1.0)
-        left = next(filter(None, (engine.remains() for engine in engines)), None)
+        left = next(filter(None, (engine.remains() for engine in engines)), None) or _survivor(before, box)
         if left is None:
-            return
+            gone += 1
+            if gone > any(engine.comes_back for engine in engines):
+                return
+        elif gone:
+            raise AgentError(f"{left}: something started it again")
     raise AgentError(left or "")
+
+
+def _survivor(before: Iterable[Process], box: Box) -> str | None:
+    for process in before:
+        if box.same(process.pid, process.start):
+            return f"{process.comm} pid {process.pid} of an engine still runs after the stop"
+    return None
 
 
 # ======================================================================================================================
@@ -3113,11 +3153,13 @@ class Agent:
         wanted = engines.get(ask.get("engine", ""))
         if wanted is None:
             raise BadRequest("engine {!r} is not among the engines of this request".format(ask.get("engine")))
-        with self._lock("start"):
+        with self._lock("start", ask):
             ours = {process.pid for engine in engines.values() for process in engine.processes()}
             foreign, checked = self._owners(ask, self._gpus(ask), ours)
             if foreign:
-                raise GpuBusy(foreign[0]["text"], reply={"foreign": foreign, "checked": checked})
+                first = foreign[0]
+                since = f" since {first['since']}" if "since" in first else ""
+                raise GpuBusy(first["text"] + since, reply={"foreign": foreign, "checked": checked})
             if wanted.state == "off":
                 self._stop([engine for engine in engines.values() if engine is not wanted])
                 taken = self.box.listeners(wanted.port)
@@ -3150,19 +3192,26 @@ class Agent:
 
     def stop(self, ask: dict[str, Any]) -> dict[str, Any]:
         """Stop every running engine of ours, and prove that it is gone."""
-        with self._lock("stop"):
+        with self._lock("stop", ask):
             self._stop(self._engines(ask).values())
         return self.status(ask)
 
     def _stop(self, engines: Iterable[Engine]) -> None:
+        """Stop those that run, or of which something is left (a unit that failed with a stuck process), and prove it."""
+        engines = list(engines)
+        before = [process for engine in engines for process in engine.processes()]
         running = [engine for engine in engines if engine.state != "off"]
         for engine in running:
             engine.stop()
-        prove_stopped(running, self.clock)
+        prove_stopped(running, before, self.box, self.clock)
 
-    def _lock(self, op: str) -> Lock:
-        lock = Lock(os.path.join(self.folder, "agent.lock"), f"the agent ({op})", self.clock)
-        lock.acquire(LOCK_PATIENCE)
+    def _lock(self, op: str, ask: dict[str, Any]) -> Lock:
+        """One op at a time on the box, whoever asks; a second caller waits for as long as it says."""
+        lock = Lock(os.path.join(self.folder, "agent.lock"), f"agent: {op}", self.clock)
+        try:
+            lock.acquire(_ask_for(ask, "patience", duration, LOCK_PATIENCE))
+        except AlreadyHeld as held:
+            raise AgentError(f"the agent is busy: {held.fields['holder']}") from None
         return lock
 
     def _engines(self, ask: dict[str, Any]) -> dict[str, Engine]:
@@ -3504,7 +3553,7 @@ def read_reply(output: bytes) -> tuple[dict[str, Any] | None, int]:
 IN_USE_PAUSE = 1.0  # seconds between two questions whether an engine is still in use: asking more often delays its cancels
 BACKOFF_FIRST, BACKOFF_LAST = 10.0, 300.0  # seconds after failed starts
 WAKE_PAUSE = 5.0  # seconds between two looks at a box that is being woken
-LEARN_PAUSE = 5.0  # seconds between two questions for the names of an engine whose models are "auto"
+LEARN_PAUSE = 1.0  # seconds between two questions for the models of an engine
 GLANCE = 0.2  # seconds between two looks at a waiting client
 
 
@@ -3586,23 +3635,34 @@ class EngineApi:
             return False
         return reply is not None and reply.status not in (500, 502, 503, 504)
 
-    def in_use(self) -> bool:
+    def in_use(self, model: str | None = None) -> bool:
         """Does it work for anybody, us or others beside us? A server that sleeps is not woken by the question; one that
-        gives no answer in time is busy (a long prefill), not idle."""
+        gives no answer in time is busy (a long prefill), not idle. A router is asked for each model that it has loaded, or
+        for `model` alone."""
         try:
             props = self.ask("GET", "/props")
             if props is None:
                 return False
             state = props.json() if props.status == 200 else None
-            if isinstance(state, dict) and state.get("is_sleeping") is True:
+            if not isinstance(state, dict):
+                state = {}
+            if state.get("is_sleeping") is True:
                 return False
-            slots = self.ask("GET", "/slots")
-            listed = slots.json() if slots and slots.status == 200 else None
-            if isinstance(listed, list):
-                return any(isinstance(slot, dict) and (slot.get("is_processing") or slot.get("state") == 1) for slot in listed)
-            metrics = self.ask("GET", "/metrics")
+            if state.get("role") != "router":
+                return self._works("")
+            values = {entry["id"]: (entry.get("status") or {}).get("value") for entry in self.models() or ()}
+            loaded = [name for name, value in values.items() if value == "loaded" and model in (None, name)]
+            return any(self._works("?model=" + quote(name, safe="")) for name in loaded)
         except DeadlinePassed:
             return True
+
+    def _works(self, query: str) -> bool:
+        """Is a slot at work, or a request in its metrics?"""
+        slots = self.ask("GET", "/slots" + query)
+        listed = slots.json() if slots and slots.status == 200 else None
+        if isinstance(listed, list):
+            return any(isinstance(slot, dict) and (slot.get("is_processing") or slot.get("state") == 1) for slot in listed)
+        metrics = self.ask("GET", "/metrics" + query)
         if metrics is None or metrics.status != 200:
             return False
         text = metrics.body.decode("utf-8", "replace")
@@ -3622,7 +3682,10 @@ class EngineApi:
 
     def load(self, model: str) -> bool:
         """Ask a router (llama.cpp's) to load one of its models; False when this server is no router."""
-        reply = self.ask("POST", "/models/load", {"model": model}, 30.0)
+        try:
+            reply = self.ask("POST", "/models/load", {"model": model}, 30.0)
+        except DeadlinePassed:
+            return False
         return reply is not None and reply.status in (200, 400)  # 400: it runs already
 
     def unload(self, model: str) -> bool:
@@ -3770,6 +3833,9 @@ class Host:
         self._failures: dict[str, Failure] = {}
         self._learned: dict[str, dict[str, dict[str, Any]]] = {}  # engine -> model -> what it says of it
         self._learn_due: dict[str, float] = {}
+        self._learning = threading.Lock()
+        self._load_then: dict[str, set[str]] = {}  # engine -> what it is to load once it is ready, should it be a router
+        self.unloading: set[str] = set()  # what a router is to unload once nothing runs on it
         self._closed = False
         self.since = self._clock.now()
         self.last_tick: float | None = None
@@ -3818,18 +3884,29 @@ class Host:
                 self._look_due = 0.0
                 self._changed.notify_all()
 
-    def load(self, engine: str, waiting: Callable[[bool], None]) -> None:
-        """Have it started; returns once nothing can be refused any more. GpuBusy, EngineFailed, HostDown."""
+    def load(self, engine: str, upstream: str, waiting: Callable[[bool], None]) -> None:
+        """Have it started, and a router load that model; returns once nothing can be refused any more. GpuBusy, EngineFailed,
+        HostDown."""
 
         def until_committed(committed: bool) -> None:
             waiting(False)
             if committed:
                 raise _Committed
 
+        with self._changed:
+            self._load_then.setdefault(engine, set()).add(upstream)
         try:
             self.acquire(engine, until_committed).release()
+            self._load_in_router(engine)
         except _Committed:
             pass
+
+    def _load_in_router(self, engine: str) -> None:
+        with self._changed:
+            wanted = self._load_then.pop(engine, set())
+        for upstream in wanted:
+            if "status" in self._learned.get(engine, {}).get(upstream, {}) and self.api(engine).load(upstream):
+                self.forget_models(engine)
 
     def unload(self, engine: str, seconds: float) -> bool:
         """Have it stopped once nothing runs on it; True when it is gone within `seconds`."""
@@ -3884,21 +3961,27 @@ class Host:
         return found
 
     def learn(self, engine: str) -> None:
-        """Ask an engine that runs for its models; at most every LEARN_PAUSE seconds."""
-        with self._changed:
+        """Ask an engine that runs for its models; at most every LEARN_PAUSE seconds. Who comes while it is asked waits for the
+        answer, or the first request of all would find no model."""
+        with self._learning:
             now = self._clock.monotonic()
             if now < self._learn_due.get(engine, 0.0):
                 return
             self._learn_due[engine] = now + LEARN_PAUSE
-        data = self.api(engine).models()
-        if data is not None:
-            self._learned[engine] = {entry["id"]: entry for entry in data}
+            data = self.api(engine).models()
+            if data is not None:
+                self._learned[engine] = {entry["id"]: entry for entry in data}
 
-    def learn_unmanaged(self) -> None:
-        """Ask the engines that somebody else runs."""
+    def learn_running(self) -> None:
+        """Ask the engines whose models come and go without us: those that somebody else runs, and routers."""
         for engine in self.config.engines.values():
-            if not engine.managed and engine.models == "auto":
+            router = any("status" in said for said in self._learned.get(engine.name, {}).values())
+            if self._up == engine.name and router or not engine.managed and (router or engine.models == "auto"):
                 self.learn(engine.name)
+
+    def forget_models(self, engine: str) -> None:
+        """What it said of its models has just changed: whoever wants to know asks it again."""
+        self._learn_due.pop(engine, None)
 
     def engine_state(self, engine: str) -> str:
         """In llama.cpp's words: unloaded, loading, loaded."""
@@ -4266,7 +4349,9 @@ class Host:
                 self._failures.pop(engine, None)
                 self._now_up(engine, used=True)
                 self._settle(self._waiting_for(engine))
+            self.forget_models(engine)
             self.learn(engine)
+            self._load_in_router(engine)
 
     def _refuse_old_agent(self, engine: str) -> None:
         """A box whose agent does not apply a guard that is asked for is not sent a start at all."""
@@ -4339,6 +4424,7 @@ class Host:
                 self._failures[engine] = Failure(failed, pause, self._clock.monotonic() + pause)
             self._look_due = 0.0
             self._unload = None
+            self._load_then.pop(engine, None)
             self._settle(self._waiting_for(engine), failed)
         log("{}{}".format(text, "" if unloaded else f"; not tried again for {age(pause)}"))
         self._tell(engine, "unloaded", **({} if unloaded else {"failed": True}))
@@ -5382,7 +5468,7 @@ class Proxy(socketserver.ThreadingTCPServer):
         for learned in (False, True):
             for host in self.hosts.values():
                 if learned:
-                    host.learn_unmanaged()
+                    host.learn_running()
                 found = host.find(model)
                 if found:
                     return Route(model, host, *found)
@@ -5437,16 +5523,21 @@ def own(method: str, path: str, admin: bool = False) -> Callable[[Any], Any]:
     return register
 
 
-def model_entry(host: Host, model: str, engine: str, said: dict[str, Any], created: float) -> dict[str, Any]:
-    """One model as llama.cpp's router lists it, the state of its engine in `status`. When the engine is itself a router,
-    the model's own state, as the router says."""
+def model_status(host: Host, engine: str, said: dict[str, Any]) -> dict[str, Any]:
+    """The state of a model's engine; when that is itself a router, the model's own, as the router says."""
     state = host.engine_state(engine)
     status: dict[str, Any] = {"value": state}
     failure = host.failure(engine)
     if failure and state == "unloaded":
         status.update(failed=True, error=str(failure))
     if state == "loaded" and isinstance(said.get("status"), dict):
-        status = {key: said["status"][key] for key in ("value", "failed", "exit_code") if key in said["status"]}
+        status = {"value": state, **{key: said["status"][key] for key in ("value", "failed", "exit_code") if key in said["status"]}}
+    return status
+
+
+def model_entry(host: Host, model: str, engine: str, said: dict[str, Any], created: float) -> dict[str, Any]:
+    """One model as llama.cpp's router lists it."""
+    status = model_status(host, engine, said)
     entry = {"id": model, "object": "model", "created": int(created), "owned_by": "llmguard", "status": status}
     if isinstance(said.get("meta"), dict):
         entry["meta"] = said["meta"]
@@ -5470,7 +5561,7 @@ def health_view(exchange: Exchange) -> None:
 @own("GET", "/models")
 def models_view(exchange: Exchange) -> None:
     for host in exchange.proxy.hosts.values():
-        host.learn_unmanaged()
+        host.learn_running()
     exchange.json({"object": "list", "data": model_list(exchange.proxy)})
 
 
@@ -5499,36 +5590,64 @@ def load_view(exchange: Exchange) -> None:
     route = _model_of_body(exchange)
     managed = route.host.config.engines[route.engine].managed
     if managed and route.host.engine_state(route.engine) != "loaded":
-        route.host.load(route.engine, exchange.waiting)
+        route.host.load(route.engine, route.upstream, exchange.waiting)
     elif not _is_router(route):
         raise BadRequest("model is already running")
     elif not route.host.api(route.engine).load(route.upstream):
         raise EngineLost(f"model {printable(route.model)}: the engine did not load it")
+    else:
+        route.host.forget_models(route.engine)
     exchange.json({"success": True})
 
 
 @own("POST", "/models/unload", admin=True)
 def unload_view(exchange: Exchange) -> None:
     """llama.cpp's: answers at once; the engine stops as soon as nothing runs on it."""
-    if not unload(_model_of_body(exchange), 0.0):
+    if not unload(exchange.proxy, _model_of_body(exchange), 0.0):
         raise BadRequest("model is not running")
     exchange.json({"success": True})
 
 
-def unload(route: Route, seconds: float) -> bool:
+def unload(proxy: Proxy, route: Route, seconds: float) -> bool:
     """Unload a model, waiting that long for its end; False when it does not run."""
     if not route.host.config.engines[route.engine].managed or _is_router(route):
-        return route.host.api(route.engine).unload(route.upstream)
+        return _unload_in_router(proxy, route, seconds)
     if route.host.engine_state(route.engine) == "unloaded":
         return False
     route.host.unload(route.engine, seconds)
     return True
 
 
+def _unload_in_router(proxy: Proxy, route: Route, seconds: float) -> bool:
+    """A router that is asked to unload a model cuts what runs on it (llama.cpp's after 10 s): it is asked once nothing does.
+    What takes longer than `seconds` goes on in the background."""
+    api, deadline = route.host.api(route.engine), time.monotonic() + seconds
+    while proxy.counters.in_flight.get(route.model) or api.in_use(route.upstream):
+        if time.monotonic() >= deadline:
+            if route.model not in route.host.unloading:
+                route.host.unloading.add(route.model)
+                threading.Thread(target=_unload_later, args=(proxy, route), daemon=True).start()
+            return True
+        time.sleep(IN_USE_PAUSE)
+    done = api.unload(route.upstream)
+    route.host.forget_models(route.engine)
+    return done
+
+
+def _unload_later(proxy: Proxy, route: Route) -> None:
+    try:
+        _unload_in_router(proxy, route, NEVER)
+    except GuardError as error:
+        log(f"host {route.host.config.name}: model {route.model} is not unloaded: {error}")
+    finally:
+        route.host.unloading.discard(route.model)
+
+
 @own("POST", "/api/models/unload/*", admin=True)
 def swap_unload_view(exchange: Exchange) -> None:
     """llama-swap's: answers when the engine is gone; what runs on it ends by itself first."""
-    unload(exchange.proxy.route(exchange.path[len("/api/models/unload/"):]), exchange.proxy.config.proxy.queue_timeout)
+    route = exchange.proxy.route(exchange.path[len("/api/models/unload/"):])
+    unload(exchange.proxy, route, exchange.proxy.config.proxy.queue_timeout)
     exchange.reply(200, b"OK", content_type="text/plain; charset=utf-8")
 
 
@@ -5595,9 +5714,9 @@ def status_view(exchange: Exchange) -> None:
         "started": timestamp(proxy.started),
         "hosts": {name: host.view() for name, host in proxy.hosts.items()},
         "models": {
-            model: {"host": host.config.name, "engine": engine, "state": host.engine_state(engine)}
+            model: {"host": host.config.name, "engine": engine, "state": model_status(host, engine, said)["value"]}
             for host in proxy.hosts.values()
-            for model, (engine, _) in host.models().items()
+            for model, (engine, said) in host.models().items()
         },
     })
 
