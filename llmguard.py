@@ -373,6 +373,16 @@ def timestamp(seconds: float | None) -> str | None:
     return None if seconds is None else time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
+def parse_timestamp(text: Any) -> float:
+    """The other way round; 0.0 for anything else."""
+    import calendar
+
+    try:
+        return float(calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%SZ")))
+    except (ValueError, TypeError):
+        return 0.0
+
+
 # ----- the log
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -743,6 +753,7 @@ def _kill(child: Any, problem: str) -> str:
 
 MAX_HEAD = 64 * 1024  # bytes of a header block, request or response
 STALL = 600.0  # seconds that a peer may take no byte at all before it counts as gone
+PROBE_PAUSE, PROBES = 15, 5  # seconds; an engine's machine that lost its power is known to be gone after 90, once back at once
 
 _TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _FIELD = re.compile(rf"({_TOKEN}):([^\x00-\x08\x0a-\x1f\x7f]*)\r\n")
@@ -1159,6 +1170,8 @@ class Pool:
             except BaseException:
                 sock.close()
                 raise
+            if family != getattr(socket, "AF_UNIX", None):
+                _probe_when_silent(sock)
             if self._found[0] is not entry:
                 self._found = [entry] + [other for other in self._found if other is not entry]
             return Wire(sock)
@@ -1182,6 +1195,17 @@ class Pool:
     def close(self) -> None:
         while self._idle:
             self._idle.pop().close()
+
+
+def _probe_when_silent(sock: socket.socket) -> None:
+    """Have the kernel ask a silent peer whether it is still there: a machine without power, or one that was started again,
+    closes nothing. An engine that only thinks answers."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    silence = PROBE_PAUSE * (PROBES + 1)
+    options = {"KEEPIDLE": PROBE_PAUSE, "KEEPINTVL": PROBE_PAUSE, "KEEPCNT": PROBES, "USER_TIMEOUT": silence * 1000}
+    for name, value in options.items():
+        if hasattr(socket, "TCP_" + name):  # Linux has them all
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, "TCP_" + name), value)
 
 
 def _connect(sock: socket.socket, where: Any, deadline: float, watched: Wire | None) -> None:
@@ -1220,9 +1244,12 @@ class Response:
     def __init__(self, wire: Wire, method: str, deadline: float, watched: Wire | None = None) -> None:
         """Interim answers (1xx) are skipped, all of them: taking a 103 for the answer would be off by one ever after.
         PeerGone when the connection ends before a whole head."""
+        self.status = 0
         while True:
             block = wire.head(deadline, watched)
             line, _, rest = block.partition("\r\n")
+            if not line and self.status:
+                raise ProtocolError("an end after an interim answer")
             if not line:
                 raise PeerGone()
             match = _STATUS_LINE.fullmatch(line)
@@ -1383,10 +1410,15 @@ def _texts(value: Any) -> tuple[str, ...]:
     return tuple(_text(entry) for entry in value)
 
 
+_NOT_A_WORD = re.compile(r"[\x00\ud800-\udfff]")  # a script for `sh -c` may have many lines
+
+
 def _command(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         raise ValueError('a list of words is due, as in ["llama-server", "--port", "{port}"]: no shell reads it')
-    if not _texts(value):
+    if not isinstance(value, list) or not all(isinstance(word, str) and not _NOT_A_WORD.search(word) for word in value):
+        raise ValueError("a list of words is due")
+    if not value or not value[0]:
         raise ValueError("the command is empty")
     return tuple(value)
 
@@ -1502,12 +1534,23 @@ class EngineConfig:
 
 
 def _queue(value: Any) -> dict[str, Any]:
-    allowed = ("path", "running", "waiting", "log", "settle", "pattern")
+    """A folder, or a table: path, running, waiting, log, settle, pattern -> that table, as the agent takes it."""
+    names = ("path", "running", "waiting", "log", "settle", "pattern")
     table = {"path": value} if isinstance(value, str) else value
-    if not isinstance(table, dict) or "path" not in table or not set(table) <= set(allowed):
-        raise ValueError("a folder is due, or a table with {}".format(", ".join(allowed)))
-    texts = {key: _text(entry) for key, entry in table.items() if key != "settle"}
-    return dict(texts, settle=duration(table.get("settle", "2m")))
+    if not isinstance(table, dict) or not isinstance(table.get("path"), str) or not set(table) <= set(names):
+        raise ValueError(f"a folder is due, or a table with {', '.join(names)}")
+    for name in names[:4]:
+        if name in table:
+            _text(table[name])
+    table = dict(table, settle=duration(table.get("settle", "2m")))
+    if "pattern" in table:
+        try:
+            groups = re.compile(_text(table["pattern"])).groupindex
+        except re.error as error:
+            raise ValueError(f"pattern is no regular expression: {error}") from None
+        if not {"event", "job"} <= set(groups):
+            raise ValueError("pattern needs the named groups event and job (and may have time, pid, comm)")
+    return table
 
 
 @dataclass(frozen=True)
@@ -1799,6 +1842,10 @@ class Box:
                 return file.read().decode("utf-8", "replace")
         except OSError:
             return None
+
+    def boot(self) -> str | None:
+        """Which boot of the machine this is: pids and start times mean nothing in another one."""
+        return (self.read("proc/sys/kernel/random/boot_id") or "").strip() or None
 
     # ----- processes
 
@@ -2751,6 +2798,167 @@ def _normal(facts: Evidence) -> int:
     return min(MAX_RSS, max(2 << 30, int(0.7 * facts.model))) if facts.model else MAX_RSS
 
 
+# ----- the job queue
+#
+# A folder: waiting/ or queue/, running/, and runner.log with one event a line, `2026-10-25 16:57:34 gpu-wait 00-test.job
+# pid=2530256 comm=llama-server` (queued, start, gpu-wait, done, failed). A runner logs a wait once per blocker, perhaps long ago
+# and in a log rotated since; so the log is read backwards until the last event of every waiting job is known.
+
+LOG_TAIL = 8 << 20  # bytes of each log that are read back, at most
+LOG_FILES = 8  # the log and its rotated ones
+JUNK = "\0 \t\r\n"  # copytruncate under a writing runner leaves NUL bytes
+RUNNER_LINE = (
+    r"(?P<time>\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:?\d\d)?)\s+(?P<event>[\w-]+)\s+(?P<job>\S+)"
+    r"(?:.*?\bpid=(?P<pid>\d+))?(?:.*?\bcomm=(?P<comm>\S+))?"
+)
+
+
+@dataclass(frozen=True)
+class QueueSettings:
+    """Where a queue is, in the words of the configuration. Relative names are below `path`."""
+
+    path: str
+    running: str = "running"
+    waiting: str = ""  # "" stands for waiting/ and queue/, whichever there is
+    log: str = "runner.log"
+    settle: float = 120.0  # seconds after a change of running/ in which the runner may start its next job
+    pattern: str = RUNNER_LINE
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A queued job of which its runner said that it waits for the GPU. `since` as the runner wrote it."""
+
+    job: str
+    since: str
+    pid: int | None = None
+    comm: str | None = None
+
+
+@dataclass(frozen=True)
+class QueueReading:
+    """One look at the queue. A `problem`: what it says could not be read, so the GPU may be the benchmark's."""
+
+    jobs: tuple[str, ...] = ()  # in running/
+    changed: float | None = None  # seconds since the epoch of the last change of running/
+    waits: tuple[Wait, ...] = ()
+    problem: str | None = None
+    note: str | None = None  # what was left out, where that does no harm
+
+
+def read_queue(box: Box, settings: QueueSettings) -> QueueReading:
+    """Look at the queue's folders and, when jobs wait, at the runner's log."""
+    root = os.path.join(box.root, os.path.expanduser(settings.path).lstrip("/"))
+    running = os.path.join(root, os.path.expanduser(settings.running))
+    try:
+        jobs = _jobs_in(running)
+        changed = os.stat(running).st_mtime
+        folders = [settings.waiting] if settings.waiting else [name for name in ("waiting", "queue") if os.path.isdir(os.path.join(root, name))]
+        if not folders:
+            raise FileNotFoundError(errno.ENOENT, "there is no waiting/ or queue/")
+        waiting = {job for folder in folders for job in _jobs_in(os.path.join(root, os.path.expanduser(folder)))}
+    except OSError as error:
+        return QueueReading(problem=f"the job queue {settings.path} cannot be read: {error.strerror}")
+    if not waiting:
+        return QueueReading(tuple(jobs), changed)
+    try:
+        waits, note = _outstanding(os.path.join(root, os.path.expanduser(settings.log)), waiting, re.compile(settings.pattern))
+    except OSError as error:
+        return QueueReading(tuple(jobs), changed, problem=f"the log of job queue {settings.path} cannot be read: {error.strerror}")
+    return QueueReading(tuple(jobs), changed, tuple(waits), note=note)
+
+
+def queue_signs(box: Box, settings: QueueSettings) -> tuple[Any, ...]:
+    """(inode, size, mtime) of the queue's folders and log: when none of them changed, neither did the queue."""
+    root = os.path.join(box.root, os.path.expanduser(settings.path).lstrip("/"))
+    signs: list[Any] = []
+    for name in (settings.running, settings.waiting or "waiting", "queue", settings.log):
+        try:
+            found = os.stat(os.path.join(root, os.path.expanduser(name)))
+            signs.append((found.st_ino, found.st_size, found.st_mtime_ns))
+        except OSError:
+            signs.append(None)
+    return tuple(signs)
+
+
+def _jobs_in(folder: str) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if not name.startswith("."))
+
+
+def _outstanding(log_path: str, waiting: set[str], pattern: re.Pattern[str]) -> tuple[list[Wait], str | None]:
+    """The last word of the log on each waiting job: a gpu-wait is outstanding, a start, done or failed ended it. The order of
+    the lines counts, not their clocks (DST, jumps)."""
+    unknown, waits = set(waiting), []
+    note: str | None = None
+    for path in _logs(log_path):
+        try:
+            lines, cut = _last_lines(path)
+        except (OSError, EOFError) as error:
+            if path == log_path and not isinstance(error, FileNotFoundError):
+                raise
+            note = f"{os.path.basename(path)} cannot be read"
+            continue
+        for line in reversed(lines):
+            match = pattern.match(line.strip(JUNK))
+            if not match or match["job"] not in unknown or match["event"] == "gpu-unknown":
+                continue
+            unknown.discard(match["job"])
+            if match["event"] == "gpu-wait":
+                found = match.groupdict()
+                pid = int(found["pid"]) if found.get("pid") else None
+                waits.append(Wait(match["job"], found.get("time") or "", pid, found.get("comm")))
+            if not unknown:
+                return sorted(waits, key=lambda wait: wait.job), note
+        if cut:
+            note = f"only the last {size_text(LOG_TAIL)} of {os.path.basename(path)} were read"
+            break
+    return sorted(waits, key=lambda wait: wait.job), note
+
+
+def _logs(path: str) -> list[str]:
+    """The log and its rotated ones (runner.log.1, runner.log-20261123, runner.log.2.gz), newest first."""
+    folder, name = os.path.split(path)
+    rotated = []
+    for other in os.listdir(folder):
+        if re.fullmatch(re.escape(name) + r"[.-][\w.-]+", other):
+            try:
+                rotated.append((-os.stat(os.path.join(folder, other)).st_mtime, other))
+            except OSError:
+                continue
+    return [path, *(os.path.join(folder, other) for _, other in sorted(rotated))][:LOG_FILES]
+
+
+def _last_lines(path: str) -> tuple[list[str], bool]:
+    """The whole lines in the last LOG_TAIL bytes, and whether there was more. One that is still being written has no end."""
+    if path.endswith(".gz"):
+        import gzip
+
+        with gzip.open(path) as packed:
+            data, cut = packed.read(LOG_TAIL * 4), bool(packed.read(1))
+    else:
+        with open(path, "rb") as file:
+            length = os.fstat(file.fileno()).st_size
+            file.seek(max(0, length - LOG_TAIL))
+            data, cut = file.read(LOG_TAIL), length > LOG_TAIL
+    lines = data.decode("utf-8", "replace").split("\n")
+    return lines[1 if cut else 0:-1], cut
+
+
+def queue_owners(reading: QueueReading, settings: QueueSettings, now: float) -> list[Owner]:
+    """Why the benchmark holds the GPU: a job runs, one ran a moment ago, one waits, or nobody can tell."""
+    folder = os.path.join(settings.path, settings.running)
+    if reading.problem:
+        return [Owner("unknown", printable(reading.problem))]
+    owners = [Owner("job", printable(f"bench job {job} is in {folder}"), since=timestamp(reading.changed)) for job in reading.jobs]
+    quiet = now - (reading.changed or 0.0)
+    if quiet < settings.settle:  # a change "in the future" counts as just now
+        text = f"bench job queue {folder} changed {age(quiet)} ago (the runner may start its next job)"
+        owners.append(Owner("settle", printable(text)))
+    for wait in reading.waits:
+        owners.append(Owner("wait", printable(f"bench job {wait.job} waits for the GPU since {wait.since}")))
+    return owners
+
+
 # ======================================================================================================================
 # 6  Engines
 # ======================================================================================================================
@@ -2760,6 +2968,7 @@ def _normal(facts: Evidence) -> int:
 
 STOP_LOOKS = 11  # one second apart: a GPU process that survives that is an error
 TERM_GRACE = 10.0  # seconds between SIGTERM and SIGKILL for a plain command
+LEFT_OVER = "left over"  # the state of an engine whose main process ended and left others behind, which may hold the GPU
 
 
 @dataclass
@@ -2792,8 +3001,13 @@ class Engine:
         return []
 
     @property
-    def comes_back(self) -> bool:
-        """May somebody else than us start it again after a stop?"""
+    def comes_back(self) -> str:
+        """What may start it again after a stop, beside us; "" when nothing is known to."""
+        return ""
+
+    @property
+    def is_back(self) -> bool:
+        """Was it started again since its stop returned?"""
         return False
 
     @property
@@ -2833,9 +3047,18 @@ class CommandEngine(Engine):
         if not isinstance(pid, int) or not isinstance(start, int):
             return []
         leader = self.box.process(pid)
-        if leader and leader.start != start:
+        if leader and leader.start != start or record.get("boot") != self.box.boot():
             return []
         return self.box.session(pid)
+
+    @property
+    def state(self) -> str:
+        """A leader that died while its children live (a model server's workers) serves nobody, and may hold the GPU."""
+        processes = self.processes()
+        if not processes:
+            return "off"
+        leads = any(process.pid == process.session for process in processes)
+        return "running" if leads or self.box.listeners(self.port) else LEFT_OVER
 
     def start(self) -> None:
         """AgentError when the program cannot be run at all; whether it then serves is not known here."""
@@ -2856,6 +3079,7 @@ class CommandEngine(Engine):
         process = self.box.process(child.pid)
         started = timestamp(self.clock.now())
         record = {"pid": child.pid, "start": process.start if process else 0, "command": argv, "started": started}
+        record["boot"] = self.box.boot()  # after a reboot a session of somebody else's may have this very number
         if not self._record.save(record):
             child.kill()
             raise AgentError(f"the engine was not started: {self._record.path} cannot be written, so it could not be found again")
@@ -2937,8 +3161,9 @@ class UnitEngine(Engine):
         return found
 
     def show(self) -> dict[str, str]:
-        """systemctl show: LoadState, ActiveState, SubState, NRestarts, Result, Restart. AgentError when there is no such unit."""
-        names = "LoadState,ActiveState,SubState,NRestarts,Result,Restart"
+        """systemctl show: LoadState, ActiveState, SubState, NRestarts, Result, Restart, TriggeredBy. AgentError when there is no
+        such unit."""
+        names = "LoadState,ActiveState,SubState,NRestarts,Result,Restart,TriggeredBy"
         done = self._systemctl("show", "-p", names, self.unit, seconds=20.0)
         values = dict(line.split("=", 1) for line in done.out.decode("utf-8", "replace").splitlines() if "=" in line)
         if values.get("LoadState") == "not-found":
@@ -2951,7 +3176,7 @@ class UnitEngine(Engine):
         show = self.show()
         active = show.get("ActiveState", "unknown")
         if self.processes():
-            return "running"
+            return LEFT_OVER if active in ("failed", "inactive") else "running"
         if active == "activating":
             restarts = show.get("NRestarts", "")
             return f"restarting ({restarts} times)" if restarts.isdigit() and int(restarts) else "starting"
@@ -2959,13 +3184,20 @@ class UnitEngine(Engine):
 
     def warnings(self) -> list[str]:
         """A unit that systemd starts again by itself comes back onto a GPU that was given away."""
-        if not self.comes_back:
-            return []
-        return [f"engine {self.name}: {self.unit} is restarted by systemd whenever it ends (Restart=): it may come back onto a GPU that was given away"]
+        by = self.comes_back
+        return [f"engine {self.name}: {self.unit} is started again by {by}: it may come back onto a GPU that was given away"] if by else []
 
     @property
-    def comes_back(self) -> bool:
-        return self.show().get("Restart", "no") not in ("no", "on-failure", "")
+    def comes_back(self) -> str:
+        show = self.show()
+        restart = show.get("Restart", "no")
+        by = [] if restart in ("no", "on-failure", "") else ["Restart=" + restart]
+        return ", ".join(by + show.get("TriggeredBy", "").split())
+
+    @property
+    def is_back(self) -> bool:
+        """`systemctl stop` returns when the unit is down."""
+        return self.show().get("ActiveState") in ("active", "activating")
 
     def start(self) -> None:
         self._systemctl("reset-failed", self.unit, seconds=20.0, check=False)
@@ -2998,14 +3230,15 @@ class UnitEngine(Engine):
         if done.code is None:
             raise AgentError(f"systemctl {verb} {self.unit} did not end within {age(seconds)}")
         if check and done.code:
-            raise AgentError(f"systemctl {verb} {self.unit}: {printable(done.complaint)}{self._advice(done)}")
+            said = next(iter((done.err or done.out).decode("utf-8", "replace").strip().splitlines()), "") or done.complaint
+            raise AgentError(f"systemctl {verb} {self.unit}: {printable(said)}{self._advice(done)}")
         return done
 
     def _advice(self, done: Finished) -> str:
         text = (done.err + done.out).decode("utf-8", "replace")
         if "Failed to connect to" in text or "XDG_RUNTIME_DIR" in text:
             return " (user services run without a login only after `loginctl enable-linger`)"
-        if "authentication required" in text or "a password is required" in text:
+        if re.search("authentication required|Access denied|a password is required", text):
             return f" (allow it by a polkit rule or, with sudo = true, a sudoers line for `systemctl start|stop {self.unit}`)"
         return ""
 
@@ -3022,7 +3255,7 @@ def prove_stopped(engines: Iterable[Engine], before: Iterable[Process], box: Box
     """Look until nothing is left of these engines, nor of the processes that they had `before` the stop (one may have left
     its cgroup), at most STOP_LOOKS times; AgentError names what survived.
 
-    One that somebody may start again (Restart=always, a timer, another unit) must still be gone one look later.
+    One that something may start again (Restart=always, a timer, a path) must still be gone one look later.
     """
     engines, before = list(engines), list(before)
     gone = 0
@@ -3034,8 +3267,9 @@ def prove_stopped(engines: Iterable[Engine], before: Iterable[Process], box: Box
             gone += 1
             if gone > any(engine.comes_back for engine in engines):
                 return
-        elif gone:
-            raise AgentError(f"{left}: something started it again")
+        elif gone or any(engine.is_back for engine in engines):
+            known = ", ".join(filter(None, (engine.comes_back for engine in engines)))
+            raise AgentError(f"{left}: something started it again" + (f" ({known})" if known else ""))
     raise AgentError(left or "")
 
 
@@ -3056,8 +3290,11 @@ def _survivor(before: Iterable[Process], box: Box) -> str | None:
 BANNER = "llmguard-agent 1"
 MAX_REQUEST = 64 * 1024  # bytes
 DRAIN_LOOKS = 60  # one second apart, until GPU memory is given back
+SETTLE_LOOKS = 5  # the same where nothing of ours was stopped: who else holds it may do so for long
 MAX_FILE = 4 << 20  # bytes of a copy of this file
 REQUEST_PATIENCE = 5.0  # seconds
+NO_REQUEST = "no request on stdin"
+DAMAGED = "the file arrived damaged"
 INSTALLED = ".local/share/llmguard/llmguard.py"  # below the home directory, where an ssh command starts
 PORT_FRONTS = frozenset("docker-proxy rootlessport pasta conmon slirp4netns".split())  # listen for a container's process
 LOCK_PATIENCE = 60.0  # seconds that one caller waits for another's op on the same box
@@ -3077,13 +3314,15 @@ class Agent:
         ops = {"version": self.version, "status": self.status, "start": self.start, "stop": self.stop}
         reply: dict[str, Any] = {"ok": True, "agent": __version__, "sha256": own_hash()}
         try:
-            op = ops.get(ask.get("op", ""))
+            op = ops.get(str(ask.get("op")))
             if op is None:
                 raise BadRequest("unknown op {!r}: one of {} is due".format(ask.get("op"), ", ".join(ops)))
             reply.update(op(ask))
         except GuardError as error:
             reply.update(ok=False, error={"type": type(error).__name__, "text": str(error)})
             reply.update(error.fields.get("reply", {}))
+        except OSError as error:  # a state folder that cannot be written, a descriptor too few
+            reply.update(ok=False, error={"type": "AgentError", "text": f"on the box: {error}"})
         return reply
 
     def version(self, ask: dict[str, Any]) -> dict[str, Any]:
@@ -3097,19 +3336,29 @@ class Agent:
         running = [(engine, engine.state, engine.processes()) for engine in engines.values()]
         running = [entry for entry in running if entry[1] != "off"]
         ours = {process.pid for _, _, processes in running for process in processes}
-        reading = self._gpus(ask)
-        foreign, checked = self._owners(ask, reading, ours)
-        reply: dict[str, Any] = {"active": None, "state": "off", "foreign": foreign, "checked": checked, "bench_waits": []}
+        reading, queue = self._gpus(ask), self.read_queue(ask)
+        foreign, checked = self._owners(ask, reading, queue, ours)
+        reply: dict[str, Any] = {"active": None, "state": "off", "foreign": foreign, "checked": checked}
+        reply["bench_waits"] = [self._wait_view(wait, ours) for wait in queue.waits]
         reply["queue_checked"] = "job_queue" in checked
         if running:
             engine, state, processes = running[0]
             reply.update(active=engine.name, state=state, engine=self._engine_view(engine, processes, reading))
             reply["others"] = [other.name for other, _, _ in running[1:]]
         reply["gpu"] = self._gpu_view(reading)
-        wanted = engines.get(ask.get("log", ""))
+        wanted = engines.get(str(ask.get("log")))
         if wanted:
             reply["log"] = wanted.log_tail()
         return reply
+
+    def _wait_view(self, wait: Wait, ours: set[int]) -> dict[str, Any]:
+        """A wait for /status. It is for somebody else's end when the blocker that it names lives and is not ours; a blocker
+        that is dead, or ours under another pid, leaves the job waiting for us."""
+        view = {key: value for key, value in wait.__dict__.items() if value is not None}
+        blocker = self.box.process(wait.pid) if wait.pid is not None else None
+        if blocker is not None and not blocker.ended and blocker.pid not in ours and wait.comm in (None, blocker.comm):
+            view["foreign"] = True
+        return view
 
     def _engine_view(self, engine: Engine, processes: list[Process], reading: GpuReading) -> dict[str, Any]:
         pids = sorted(process.pid for process in processes)
@@ -3150,18 +3399,19 @@ class Agent:
         """All in one locked call, so that no gap lets another in: owners? -> refuse; stop every other engine of ours;
         prove; start."""
         engines = self._engines(ask)
-        wanted = engines.get(ask.get("engine", ""))
+        wanted = engines.get(str(ask.get("engine")))
         if wanted is None:
             raise BadRequest("engine {!r} is not among the engines of this request".format(ask.get("engine")))
         with self._lock("start", ask):
             ours = {process.pid for engine in engines.values() for process in engine.processes()}
-            foreign, checked = self._owners(ask, self._gpus(ask), ours)
+            foreign, checked = self._owners(ask, self._gpus(ask), self.read_queue(ask), ours)
             if foreign:
                 first = foreign[0]
                 since = f" since {first['since']}" if "since" in first else ""
                 raise GpuBusy(first["text"] + since, reply={"foreign": foreign, "checked": checked})
-            if wanted.state == "off":
-                self._stop([engine for engine in engines.values() if engine is not wanted])
+            state = wanted.state
+            self._stop([engine for engine in engines.values() if engine is not wanted or state == LEFT_OVER])
+            if state in ("off", LEFT_OVER):
                 taken = self.box.listeners(wanted.port)
                 if taken:
                     names = ", ".join(process.comm for process in self.box.listening(wanted.port)) or "somebody"
@@ -3174,7 +3424,7 @@ class Agent:
         """Until what was stopped has given its GPU memory back, `vram` bytes are free, and the reading stands still: an engine
         that starts into memory that still drains falls back to the CPU, silently and for good."""
         before: GpuReading | None = None
-        for look in range(DRAIN_LOOKS):
+        for look in range(DRAIN_LOOKS if stopped else SETTLE_LOOKS):
             if look:
                 self.clock.sleep(1.0)
             reading = self._gpus(ask)
@@ -3211,7 +3461,7 @@ class Agent:
         try:
             lock.acquire(_ask_for(ask, "patience", duration, LOCK_PATIENCE))
         except AlreadyHeld as held:
-            raise AgentError(f"the agent is busy: {held.fields['holder']}") from None
+            raise GpuBusy(f"the agent is busy: {held.fields['holder']}") from None
         return lock
 
     def _engines(self, ask: dict[str, Any]) -> dict[str, Engine]:
@@ -3239,7 +3489,9 @@ class Agent:
     def _gpus(self, ask: dict[str, Any]) -> GpuReading:
         return read_gpus(self.box, self.run, _ask_for(ask, "gpus", _gpus, None))
 
-    def _owners(self, ask: dict[str, Any], reading: GpuReading, ours: set[int]) -> tuple[list[dict[str, Any]], list[str]]:
+    def _owners(
+        self, ask: dict[str, Any], reading: GpuReading, queue: QueueReading, ours: set[int]
+    ) -> tuple[list[dict[str, Any]], list[str]]:
         """Who else holds the GPU, and which guards were applied to find that out."""
         owners = gpu_owners(
             reading,
@@ -3252,7 +3504,40 @@ class Agent:
         if ask.get("bench_port") is not None:
             owners += self._bench_owner(_ask_for(ask, "bench_port", _port, 0))
             checked.append("bench_port")
+        settings = queue_settings(ask)
+        if settings:
+            owners += queue_owners(queue, settings, self.clock.now())
+            checked.append("job_queue")
+        if ask.get("owner_check") is not None:
+            owners += self._command_owners(_ask_for(ask, "owner_check", _command, ()))
+            checked.append("owner_check")
         return [{key: value for key, value in owner.__dict__.items() if value is not None} for owner in owners], checked
+
+    def signs(self, ask: dict[str, Any]) -> tuple[Any, ...]:
+        """By which a change of the queue is noticed without reading it: its folders' and its log's stat."""
+        settings = queue_settings(ask)
+        return queue_signs(self.box, settings) if settings else ()
+
+    def settle(self, ask: dict[str, Any]) -> float:
+        """Seconds after which a running/ that just changed may have settled; looked at again then."""
+        settings = queue_settings(ask)
+        if not settings:
+            return NEVER
+        return max(FOLLOW_PAUSE, settings.settle - (self.clock.now() - (read_queue(self.box, settings).changed or 0.0)))
+
+    def read_queue(self, ask: dict[str, Any]) -> QueueReading:
+        """The job queue of this request; an empty reading when it has none."""
+        settings = queue_settings(ask)
+        return read_queue(self.box, settings) if settings else QueueReading()
+
+    def _command_owners(self, argv: tuple[str, ...]) -> Iterator[Owner]:
+        """The owner command: each line that it prints is an owner; one that fails tells nothing, and that is unknown."""
+        code, out, err = self.run(list(argv), 10.0)
+        if code != 0:
+            yield Owner("unknown", printable(f"owner_check {argv[0]} failed: {(err or out).strip()[:200] or code}"))
+        for line in out.splitlines() if code == 0 else ():
+            if line.strip():
+                yield Owner("check", printable(line.strip()[:500]))
 
     def _bench_owner(self, port: int) -> Iterator[Owner]:
         """Whoever listens on the bench port; who that is can be seen only of our own processes, that he is there of all."""
@@ -3261,6 +3546,11 @@ class Agent:
             who = ", ".join(f"{process.comm} pid {process.pid}" for process in found) or "somebody"
             since = timestamp(min(filter(None, (started(self.box, process) for process in found)), default=None))
             yield Owner("bench_port", f"{who} listens on the bench port {port}", since=since)
+
+
+def queue_settings(ask: dict[str, Any]) -> QueueSettings | None:
+    table = _ask_for(ask, "job_queue", _queue, None)
+    return QueueSettings(**table) if table else None
 
 
 def _ask_for(table: Any, key: str, read: Callable[[Any], Any], default: Any) -> Any:
@@ -3282,6 +3572,41 @@ def _dict(table: dict[str, Any], key: str) -> dict[str, Any]:
     return value
 
 
+FOLLOW_PAUSE = 0.5  # seconds between two looks at the queue: a few calls of stat
+HEARTBEAT = 10.0  # seconds between two signs of life
+
+
+def follow(agent: Agent, ask: dict[str, Any], write: Callable[[dict[str, Any]], None], gone: Callable[[float], bool]) -> None:
+    """`llmguard.py agent --follow`: a status whenever owners, waits or the active engine change, and a heartbeat.
+
+    Between two looks only stat is called; the GPU is read when the queue or an engine's processes changed, or when a running/
+    that was changed settles. `gone(seconds)` waits that long and tells whether the other side left.
+    """
+    seen: Any = None  # what the last look at the files saw
+    told: Any = None  # what the last status said
+    settles = beat = 0.0
+    pids: list[int] = []
+    while True:
+        now = agent.clock.monotonic()
+        signs = agent.signs(ask), [pid for pid in pids if agent.box.process(pid)]
+        if signs != seen or 0 < settles <= now:
+            reply = agent.answer({**ask, "op": "status"})
+            pids = (reply.get("engine") or {}).get("pids", [])
+            seen = signs[0], [pid for pid in pids if agent.box.process(pid)]
+            settling = next((owner for owner in reply.get("foreign", ()) if owner["kind"] == "settle"), None)
+            settles = now + agent.settle(ask) if settling else 0.0
+            essence = [(owner["kind"], owner.get("pid"), owner["kind"] != "settle" and owner["text"]) for owner in reply.get("foreign", ())]
+            if (essence, reply.get("bench_waits"), reply.get("active"), reply["ok"]) != told:
+                told = essence, reply.get("bench_waits"), reply.get("active"), reply["ok"]
+                write(reply)
+                beat = now
+        if now - beat >= HEARTBEAT:
+            write({"heartbeat": timestamp(agent.clock.now())})
+            beat = now
+        if gone(FOLLOW_PAUSE):
+            return
+
+
 def receive(data: bytes, wanted: str) -> dict[str, Any]:
     """Put a copy of this file where the agent is run from: temp name, checked, synced, renamed. Starts nothing.
 
@@ -3292,7 +3617,7 @@ def receive(data: bytes, wanted: str) -> dict[str, Any]:
     path = os.path.join(os.path.expanduser("~"), INSTALLED)
     found = hashlib.sha256(data).hexdigest()
     if found != wanted:
-        raise AgentError(f"the file arrived damaged: its sha256 is {found[:12]}…, not {wanted[:12]}…")
+        raise AgentError(f"{DAMAGED}: its sha256 is {found[:12]}…, not {wanted[:12]}…")
     before = None
     try:
         with open(path, "rb") as file:
@@ -3317,6 +3642,8 @@ def receive_main(read: Callable[[], bytes]) -> int:
     reply: dict[str, Any] = {"ok": True}
     try:
         header, _, data = read().partition(b"\n")
+        if not header:
+            raise BadRequest(NO_REQUEST)
         try:
             sha256 = str(json.loads(header)["sha256"])
         except (ValueError, KeyError, TypeError):
@@ -3324,7 +3651,7 @@ def receive_main(read: Callable[[], bytes]) -> int:
         reply.update(receive(data, sha256))
     except GuardError as error:
         reply = {"ok": False, "error": {"type": type(error).__name__, "text": str(error)}}
-    os.write(1, f"{BANNER}\n{json.dumps(reply)}\n".encode())
+    _answer(reply)
     return 0
 
 
@@ -3341,29 +3668,61 @@ def read_stdin(seconds: float, limit: int, line: bool) -> bytes:
     return bytes(data)
 
 
-def agent_main(folder: str, receiving: bool = False) -> int:
-    """`llmguard.py agent`: exit code 0 when a reply was given, even one that says no; 64 for no or a bad request.
-    Never 255, which is ssh's own."""
-    # Under a forced command in authorized_keys this is what runs, whatever was asked for: what was, stands here.
-    if receiving or os.environ.get("SSH_ORIGINAL_COMMAND", "").endswith("agent --receive"):
+def agent_main(folder: str, mode: str = "") -> int:
+    """`llmguard.py agent`, `agent --follow`, `agent --receive`: exit code 0 when a reply was given, even one that says no;
+    64 for no or a bad request. Never 255, which is ssh's own.
+
+    Under a forced command in authorized_keys this is what runs, whatever was asked for: that stands in SSH_ORIGINAL_COMMAND.
+    """
+    asked = os.environ.get("SSH_ORIGINAL_COMMAND", "")
+    mode = mode or next((mode for mode in ("follow", "receive") if asked.endswith("agent --" + mode)), "")
+    if mode == "receive":
         return receive_main(lambda: read_stdin(60.0, MAX_FILE, line=False))
     data = read_stdin(REQUEST_PATIENCE, MAX_REQUEST, line=True)
-    problem = None
-    ask: Any = None
+    try:
+        ask = parse_request(data)
+    except BadRequest as error:
+        _answer({"ok": False, "agent": __version__, "error": {"type": "BadRequest", "text": str(error)}})
+        return 64
+    agent = Agent(folder)
+    if mode == "follow":
+        os.write(1, BANNER.encode() + b"\n")
+        try:
+            follow(agent, ask, lambda reply: _write_line(json.dumps(reply)), _stdin_ended)
+        except OSError:
+            pass  # nobody reads any more
+    else:
+        _answer(agent.answer(ask))
+    return 0
+
+
+def parse_request(data: bytes) -> dict[str, Any]:
+    if len(data) > MAX_REQUEST:
+        raise BadRequest(f"the request is larger than {size_text(MAX_REQUEST)}")
+    if not data.strip():
+        raise BadRequest(NO_REQUEST)
     try:
         ask = json.loads(data)
     except (ValueError, RecursionError) as error:
-        problem = f"the request is no JSON: {error}" if data.strip() else "no request on stdin"
-    if len(data) > MAX_REQUEST:
-        problem = f"the request is larger than {size_text(MAX_REQUEST)}"
-    elif not problem and not isinstance(ask, dict):
-        problem = "the request is no JSON object"
-    if problem:
-        reply = {"ok": False, "agent": __version__, "error": {"type": "BadRequest", "text": problem}}
-    else:
-        reply = Agent(folder).answer(ask)
-    os.write(1, (f"{BANNER}\n{json.dumps(reply)}\n").encode())
-    return 64 if problem else 0
+        raise BadRequest(f"the request is no JSON: {error}") from None
+    if not isinstance(ask, dict):
+        raise BadRequest("the request is no JSON object")
+    return ask
+
+
+def _answer(reply: dict[str, Any]) -> None:
+    _write_line(f"{BANNER}\n{json.dumps(reply)}")
+
+
+def _write_line(text: str) -> None:
+    data = memoryview(text.encode() + b"\n")
+    while data:
+        data = data[os.write(1, data):]
+
+
+def _stdin_ended(seconds: float) -> bool:
+    ready, _, _ = select.select([0], [], [], seconds)
+    return bool(ready) and not os.read(0, PIECE)
 
 
 # ======================================================================================================================
@@ -3390,7 +3749,9 @@ class Remote:
 
     def __init__(self, host: HostConfig, folder: str) -> None:
         self.host, self.folder = host, folder
+        self.noise = 0  # bytes that the login shell printed before the last answer
         self._tunnels: Any = None
+        self._following: Any = None
 
     def call(self, ask: dict[str, Any], seconds: float) -> dict[str, Any]:
         """One op. HostDown when the box cannot be reached, HostBlocked when it answers but somebody has to mend something,
@@ -3407,6 +3768,46 @@ class Remote:
                 raise
             self.drop_master()
             return self._reply(self.ssh("agent", seconds, data))
+
+    def follow(self, ask: dict[str, Any], told: Callable[[dict[str, Any]], None]) -> None:
+        """Stay on the line: `told` gets each status that the agent sends. Returns when the line is lost: it ended, was silent
+        for longer than its heartbeat allows, or `close` was called. Lines that are no JSON are noise."""
+        import subprocess
+
+        if self.host.ssh is None:
+            argv = [sys.executable, "-I", os.path.abspath(__file__), "--state-dir", self.folder, "agent", "--follow"]
+        else:  # over a connection of its own: a dead master must not hold it up
+            own = ["ControlPath=none" if word.startswith("ControlPath=") else word for word in self._ssh_argv()]
+            argv = [*own, " ".join([self.host.python, INSTALLED, "agent", "--follow"])]
+        pipe = subprocess.PIPE
+        line = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True)
+        assert line.stdin and line.stdout
+        self._following = line
+        try:
+            line.stdin.write(json.dumps(ask).encode() + b"\n")
+            line.stdin.flush()
+            self._read_lines(line.stdout.fileno(), told)
+        except OSError:
+            pass
+        finally:
+            _kill(line, "")
+            line.stdin.close()
+            line.stdout.close()
+
+    def _read_lines(self, stream: int, told: Callable[[dict[str, Any]], None]) -> None:
+        pending = b""
+        while select.select([stream], [], [], HEARTBEAT * 2.5)[0]:
+            piece = os.read(stream, PIECE)
+            if not piece or len(pending) > MAX_FILE:
+                return
+            *lines, pending = (pending + piece).split(b"\n")
+            for text in lines:
+                try:
+                    reply = json.loads(text)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(reply, dict) and "checked" in reply:
+                    told(reply)
 
     def ssh(self, command: str, seconds: float, data: bytes) -> Finished:
         """Run a command of llmguard.py on the box; "-" runs the Python program in `data`."""
@@ -3432,9 +3833,13 @@ class Remote:
         header = json.dumps({"sha256": sha256, "size": len(data)}).encode() + b"\n"
         done = self.ssh("agent --receive", 60.0, header + data)
         reply, _ = read_reply(done.out)
-        if reply is None or not reply.get("ok"):
-            program = _BOOTSTRAP.format(data=base64.b64encode(data).decode(), sha256=sha256)
-            reply = self._reply(self.ssh("-", 60.0, program.encode()))
+        refused = reply is not None and (reply.get("error") or {}).get("type") == AgentError.__name__
+        if reply is None or not (reply.get("sha256") == sha256 or refused):  # an older agent may say ok to whatever it is told
+            program = _BOOTSTRAP.format(data=base64.b64encode(data).decode(), sha256=sha256, damaged=DAMAGED)
+            done = self.ssh("-", 60.0, program.encode())
+            if done.code == 0 and read_reply(done.out)[0] is None:
+                raise self._swallowed()  # Python found no program on stdin
+            reply = self._reply(done)
         if not reply.get("ok"):
             raise AgentError(str((reply.get("error") or {}).get("text", "the box did not take the file")))
         return reply
@@ -3458,7 +3863,9 @@ class Remote:
         self._tunnels = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=silent, stderr=silent)
 
     def close(self) -> None:
-        """Let go of the box: the tunnels end, what runs there runs on."""
+        """Let go of the box: the tunnels and the line to it end, what runs there runs on."""
+        if self._following is not None:
+            self._following.terminate()
         if self._tunnels is not None:
             self._tunnels.terminate()
 
@@ -3474,12 +3881,19 @@ class Remote:
             pass
 
     def _reply(self, done: Finished) -> dict[str, Any]:
-        reply, noise = read_reply(done.out)
+        reply, self.noise = read_reply(done.out)
         if reply is not None:
-            if noise:
-                log.debug(f"host {self.host.name}: a login shell printed {noise} bytes before the agent's answer")
+            if self.noise:
+                log.debug(f"host {self.host.name}: a login shell printed {self.noise} bytes before the agent's answer")
+            if (reply.get("error") or {}).get("text") == NO_REQUEST:
+                raise self._swallowed()
             return reply
-        raise self._failure(done, noise)
+        raise self._failure(done, self.noise)
+
+    def _swallowed(self) -> HostBlocked:
+        """What was sent did not arrive: a `read` or `cat` in a start file took it."""
+        text = "what is sent to its agent is read by a start file of the login shell (~/.bashrc): have it leave where there is no terminal"
+        return HostBlocked(problem=f"host {self.host.name}: {text}")
 
     def _failure(self, done: Finished, noise: int) -> GuardError:
         """Why there was no reply, in words that say what to do."""
@@ -3494,6 +3908,8 @@ class Remote:
         if done.code is None:
             return HostDown(f"host {name} is down: no answer over ssh in time")
         if done.code == 255:
+            if "Could not resolve hostname" in errors:
+                what = f"no machine of that name is known here: correct ssh = … or ~/.ssh/config ({what})"
             return HostDown(f"host {name} is down: {what}")
         if noise > MAX_NOISE:
             log(f"host {name}: what its login shell prints begins with: {printable(done.out[:200].decode('utf-8', 'replace'))}")
@@ -3502,8 +3918,10 @@ class Remote:
 
 
 _BOOTSTRAP = """\
-import base64, sys, types
+import base64, hashlib, sys, types
 data = base64.b64decode("{data}")
+if hashlib.sha256(data).hexdigest() != "{sha256}":
+    sys.exit("{damaged}")
 sys.modules["llmguard"] = module = types.ModuleType("llmguard")
 module.__file__ = "llmguard.py"
 exec(compile(data, "llmguard.py", "exec"), module.__dict__)
@@ -3569,6 +3987,13 @@ class Events:
     def publish(self, event: dict[str, Any]) -> None:
         with self._lock:
             self._listeners = [listener for listener in self._listeners if listener.put(event)]
+
+    def close(self) -> None:
+        """Nothing more will happen: everybody who listens is told the end."""
+        with self._lock:
+            for listener in self._listeners:
+                listener.close()
+            self._listeners = []
 
     def subscribe(self) -> Subscription:
         listener = Subscription()
@@ -3718,11 +4143,16 @@ class Situation:
 
     now: float
     up: str | None = None  # the engine that is ready
-    in_flight: int = 0  # requests on it
+    running: str | None = None  # the engine of ours that runs, ready or not
+    in_flight: int = 0  # requests on `up`
     queue: tuple[str, ...] = ()  # engines that requests wait for, oldest first
     look_due: float = NEVER  # when to ask the agent next
     waking: bool = False  # the box sleeps, and was sent a magic packet
-    unload: bool = False  # somebody asked that `up` be stopped
+    release: bool = False  # a job waits for the GPU that we hold, or runs while an engine came back
+    handover_until: float = 0.0  # the GPU was handed to a waiting job
+    unload: bool = False  # somebody asked that what is up be stopped
+    unfinished: bool = False  # a stop was not proven, and is tried again
+    retry_due: float = 0.0  # but not before
     idle_due: float = NEVER  # when `up` has been idle for long enough
     in_use_until: float = 0.0  # others beside us use `up`: not to be asked again before
     backoff: tuple[tuple[str, float], ...] = ()  # engines that failed to start, and until when they are not tried
@@ -3730,7 +4160,8 @@ class Situation:
 
 @dataclass(frozen=True)
 class Step:
-    """What to do next: look, grant, refuse, switch, stop, or rest until something happens or `until`."""
+    """What to do next: look, hold (refuse all that queue: the GPU is a job's), refuse, grant, switch, release, stop, or rest
+    until something happens or `until`."""
 
     kind: str
     engine: str = ""
@@ -3739,27 +4170,39 @@ class Step:
 
 def plan(now: Situation) -> Step:
     """What should happen now. Requests for one engine share a switch, and newcomers for the engine that is up queue behind
-    a request for another one: A A B B, not A B A B, and nobody starves."""
+    a request for another one: A A B B, not A B A B, and nobody starves. A waiting job comes before all of them."""
     if now.now >= now.look_due:
         return Step("look")
+    if now.queue and (now.release or now.now < now.handover_until):
+        return Step("hold")
     for engine, until in now.backoff:
         if engine in now.queue and now.now < until:
             return Step("refuse", engine)
     wanted = now.queue[0] if now.queue else ""
     if wanted and wanted == now.up and not now.unload:
         return Step("grant", wanted)
-    if not now.up:
-        return Step("switch", wanted) if wanted and not now.waking else Step("rest", until=now.look_due)
-    idle = now.now >= now.idle_due
-    if not (wanted or now.unload or idle):
-        return Step("rest", until=min(now.look_due, now.idle_due))
+    must_go = (now.release and (now.up or now.running or now.unfinished)) or (now.unfinished and not wanted)
+    may_go = now.up and (wanted or now.unload or now.now >= now.idle_due)
+    if must_go or may_go:
+        return _make_way(now, wanted)
+    if wanted and not now.waking:
+        return Step("switch", wanted)
+    return Step("rest", until=min(now.look_due, now.idle_due if now.up else NEVER))
+
+
+def _make_way(now: Situation, wanted: str) -> Step:
+    """What runs has to go, as soon as nobody uses it."""
     if now.in_flight:
         return Step("rest", until=now.look_due)
     if now.now < now.in_use_until:
         return Step("rest", until=min(now.look_due, now.in_use_until))
+    if now.now < now.retry_due:
+        return Step("rest", until=min(now.look_due, now.retry_due))
+    if now.release:
+        return Step("release", now.up or now.running or "")
     if wanted and wanted != now.up:
         return Step("switch", wanted)
-    return Step("stop", now.up)
+    return Step("stop", now.up or now.running or "")
 
 
 class Ticket:
@@ -3793,6 +4236,51 @@ class Lease:
             self.host.ended(self.engine)
 
 
+class Ledger:
+    """What a restart of the proxy must not forget: handover.json and stop_error.json, an entry per host in each.
+
+    A write that fails leaves the entry in memory, and is tried again at the next tick.
+    """
+
+    KINDS = ("handover", "stop_error")
+
+    def __init__(self, folder: str, clock: Clock) -> None:
+        self._lock = threading.Lock()
+        self._files = {kind: StateFile(folder, kind + ".json", clock) for kind in self.KINDS}
+        self._entries: dict[str, dict[str, Any]] = {}
+        self._unsaved: set[str] = set()
+        for kind, file in self._files.items():
+            hosts = file.load().get("hosts")
+            self._entries[kind] = hosts if isinstance(hosts, dict) else {}
+
+    def get(self, kind: str, host: str) -> dict[str, Any] | None:
+        entry = self._entries[kind].get(host)
+        return entry if isinstance(entry, dict) else None
+
+    def put(self, kind: str, host: str, entry: dict[str, Any] | None) -> None:
+        with self._lock:
+            if self._entries[kind].get(host) == entry:
+                return
+            if entry is None:
+                del self._entries[kind][host]
+            else:
+                self._entries[kind][host] = entry
+            self._unsaved.add(kind)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what is not written yet."""
+        with self._lock:
+            for kind in sorted(self._unsaved):
+                if self._files[kind].save({"hosts": self._entries[kind]}):
+                    self._unsaved.discard(kind)
+
+    @property
+    def problem(self) -> str | None:
+        """Why the state cannot be kept on disk, for /status."""
+        return next((f"{file.path}: {file.problem}" for file in self._files.values() if file.problem), None)
+
+
 @dataclass
 class Failure:
     """A start that failed, and how long it is answered from memory."""
@@ -3813,6 +4301,7 @@ class Host:
         events: Events,
         clock: Clock | None = None,
         api: Callable[[Address, str], EngineApi] = EngineApi,
+        ledger: Ledger | None = None,
     ) -> None:
         self.config, self.proxy = config, proxy
         self._remote, self._events, self._new_api = remote, events, api
@@ -3826,9 +4315,19 @@ class Host:
         self._trusted = False  # has `_up` been seen since it was last in doubt?
         self._look_due = 0.0
         self._unload: str | None = None
-        self._used = False  # has `_up` served a request, or was it started by us?
+        self._used: str | None = None  # the engine that served a request or was started by us; outlives a host that was down
         self._last_ended = 0.0  # monotonic
         self._in_use_until = 0.0
+        self._active: str | None = None  # the engine that the agent saw running, ready or not
+        self._heard = False  # has the agent been heard since this proxy began?
+        self._waits: list[dict[str, Any]] = []  # jobs that wait for the GPU, as the agent told
+        self._came_back = False  # does `_active` run although a job does, and nobody here started it?
+        self._announced = ""  # the release that is in the log
+        self._ledger = ledger
+        self._handover: dict[str, Any] | None = None
+        self._handover_until = 0.0  # monotonic
+        self._stop_error: dict[str, Any] | None = None
+        self._retry_due = 0.0
         self._wake_until = 0.0  # while the box is being woken: until when that is waited for
         self._failures: dict[str, Failure] = {}
         self._learned: dict[str, dict[str, dict[str, Any]]] = {}  # engine -> model -> what it says of it
@@ -3846,6 +4345,19 @@ class Host:
         self.agent: dict[str, Any] | None = None
         self.gpu: dict[str, Any] | None = None
         self._managed = any(engine.managed for engine in config.engines.values())
+        self._remember()
+
+    def _remember(self) -> None:
+        """Take up what an earlier proxy left. A window read back is never longer than the configuration allows (clocks
+        jump), and runs on the monotonic clock from here."""
+        if self._ledger is None:
+            return
+        self._stop_error = self._ledger.get("stop_error", self.config.name)
+        entry = self._ledger.get("handover", self.config.name)
+        left = parse_timestamp(entry.get("until")) - self._clock.now() if entry else 0.0
+        if entry and left > 0:
+            self._handover = entry
+            self._handover_until = self._clock.monotonic() + min(left, self.proxy.handover)
 
     # ----- what the proxy calls
 
@@ -3853,10 +4365,14 @@ class Host:
         """The right to use an engine, started first where it must be. While it queues, `waiting(committed)` is called a few
         times a second; it may raise to give the place up. GpuBusy, EngineFailed, HostDown."""
         with self._changed:
+            if self._closed or engine not in self.config.engines:
+                raise self._left(engine)
             if self._admits(engine):
                 return self._lease(engine)
             ticket = Ticket(engine, self._clock.monotonic() + self.proxy.queue_timeout)
             self._queue.append(ticket)
+            if not self._trusted:  # down, blocked or in doubt: a short look comes before a long start
+                self._look_due = 0.0
             self._changed.notify_all()
         try:
             while not self._settled(ticket):
@@ -3872,7 +4388,8 @@ class Host:
         """A lease was given back."""
         with self._changed:
             self._in_flight[engine] -= 1
-            self._last_ended = self._clock.monotonic()
+            if engine == self._up:
+                self._last_ended = self._clock.monotonic()
             if not self._in_flight[engine] and (self._queue or self._unload):
                 self._changed.notify_all()
 
@@ -4003,9 +4520,9 @@ class Host:
         if self._doing:
             return self._doing[0]
         if not self._up:
-            return "off"
+            return "handover" if self._handing_over() else "off"
         other = any(ticket.engine != self._up for ticket in list(self._queue))
-        return "draining" if other or self._unload else "ready"
+        return "draining" if other or self._unload or self._releasing() else "ready"
 
     def status(self) -> dict[str, Any]:
         """What the agent says now; HostDown, HostBlocked, AgentError."""
@@ -4037,6 +4554,11 @@ class Host:
         """Put this very file on the box."""
         return self._remote.install()
 
+    @property
+    def noise(self) -> int:
+        """Bytes that the box's login shell printed before the last answer."""
+        return self._remote.noise
+
     def view(self) -> dict[str, Any]:
         """This host's part of /status."""
         with self._changed:
@@ -4048,9 +4570,9 @@ class Host:
                 "in_flight": sum(self._in_flight.values()),
                 "queued": len(self._queue),
                 "owners": self.owners,
-                "waits": [],
-                "handover": None,
-                "stop_error": None,
+                "waits": self._waits,
+                "handover": self._handover if self._handing_over() else None,
+                "stop_error": self._stop_error,
                 "verdict": None,
                 "degraded": False,
                 "agent": self.agent,
@@ -4067,8 +4589,12 @@ class Host:
             self.config, self.proxy = config, proxy
             self._remote.host = config
             self._managed = any(engine.managed for engine in config.engines.values())
-            gone = [ticket for ticket in self._queue if ticket.engine not in config.engines]
-            self._settle(gone, UnknownModel(model=self.config.name, hint=": it left the configuration"))
+            for ticket in list(self._queue):
+                if ticket.engine not in config.engines:
+                    self._settle([ticket], self._left(ticket.engine))
+            if self._up and self._up not in config.engines:
+                log(f"host {config.name}: engine {self._up} left the configuration: it runs on, nobody here stops it any more")
+                self._up = None
             self._failures = {}
             self._look_due = 0.0
             self._changed.notify_all()
@@ -4078,7 +4604,21 @@ class Host:
     def _admits(self, engine: str) -> bool:
         if not self.config.engines[engine].managed:
             return True
-        return self._up == engine and self._trusted and not self._queue and not self._doing and not self._unload
+        if self._up != engine or self._queue or self._doing or self._unload or not self._trusted:
+            return False
+        return not self._releasing() and not self._handing_over()
+
+    def _releasing(self) -> bool:
+        """Does a job wait for us? One whose blocker lives and is somebody else's waits for him."""
+        return self._came_back or any(not wait.get("foreign") for wait in self._waits)
+
+    def _handing_over(self) -> bool:
+        if self._handover is not None and self._clock.monotonic() >= self._handover_until:
+            self._handover = None
+        return self._handover is not None
+
+    def _left(self, engine: str) -> UnknownModel:
+        return UnknownModel(model=f"on engine {engine} of host {self.config.name}", hint=": it left the configuration")
 
     def _lease(self, engine: str) -> Lease:
         self._count(engine)
@@ -4086,7 +4626,8 @@ class Host:
 
     def _count(self, engine: str) -> None:
         self._in_flight[engine] = self._in_flight.get(engine, 0) + 1
-        self._used = True
+        if engine == self._up:
+            self._used = engine
         self.last_request = self._clock.now()
 
     def _settled(self, ticket: Ticket) -> bool:
@@ -4126,16 +4667,22 @@ class Host:
 
     def _situation(self) -> Situation:
         in_flight = self._in_flight.get(self._up or "", 0)
-        idle_due = self._last_ended + self.proxy.idle_stop if self._used and not in_flight else NEVER
+        now = self._clock.monotonic()
+        idle_since = now if in_flight else self._last_ended  # in flight: it cannot be idle for long enough before then
         return Situation(
-            now=self._clock.monotonic(),
+            now=now,
             up=self._up,
             in_flight=in_flight,
             queue=tuple(ticket.engine for ticket in self._queue),
             look_due=self._look_due,
+            running=self._active,
             waking=self._wake_until > 0.0,
+            release=self._releasing(),
+            handover_until=self._handover_until if self._handing_over() else 0.0,
+            unfinished=self._stop_error is not None and self.down_since is None,
+            retry_due=self._retry_due,
             unload=self._unload is not None and self._unload == self._up,
-            idle_due=idle_due,
+            idle_due=idle_since + self.proxy.idle_stop if self._up and self._used == self._up else NEVER,
             in_use_until=self._in_use_until,
             backoff=tuple((engine, failure.until) for engine, failure in self._failures.items()),
         )
@@ -4158,6 +4705,8 @@ class Host:
         self._remote.close()
         with self._changed:
             self._closed = True
+            for ticket in list(self._queue):
+                self._settle([ticket], self._left(ticket.engine))
             self._changed.notify_all()
 
     def turn(self) -> None:
@@ -4171,13 +4720,22 @@ class Host:
                 self._settle(self._waiting_for(step.engine))
             elif step.kind == "refuse":
                 self._settle(self._waiting_for(step.engine), self._failures[step.engine].error)
+            elif step.kind == "hold":
+                self._settle(self._queue, self._held())
         if step.kind == "look":
             self._look()
-        elif step.kind in ("switch", "stop"):
+        elif step.kind in ("switch", "stop", "release"):
             self._change(step)
+
+    def _held(self) -> GpuBusy:
+        why = "a job waits for it" if self._releasing() else "handed to a waiting bench job"
+        return GpuBusy(f"host {self.config.name}: GPU is busy: {why}")
 
     def _ask(self, op: str, seconds: float, **more: Any) -> dict[str, Any]:
         """One op of the agent about this host's engines."""
+        return self._remote.call({**self._request(op), **more}, seconds)
+
+    def _request(self, op: str) -> dict[str, Any]:
         engines: dict[str, Any] = {}
         for engine in self.config.engines.values():
             if engine.managed:
@@ -4185,9 +4743,9 @@ class Host:
                 engines[engine.name] = {"port": engine.port, "vram": engine.vram, **kind}
         config = self.config
         ask: dict[str, Any] = {"op": op, "host": config.name, "engines": engines, "sudo": config.sudo}
-        for guard in ("bench_port", "gpus", "ignore", "owner_min", "unexplained"):
+        for guard in ("bench_port", "job_queue", "owner_check", "gpus", "ignore", "owner_min", "unexplained"):
             ask[guard] = getattr(config, guard)
-        return self._remote.call({**ask, **more}, seconds)
+        return ask
 
     def _look(self) -> None:
         """The tick: what runs there, and who else holds the GPU?"""
@@ -4202,7 +4760,7 @@ class Host:
         active = reply.get("active")
         known = active if active in self.config.engines else None
         if known is not None and known == self._up:  # health gates readiness only: a mute engine in a long prefill isn't sick
-            ready = reply["engine"].get("port") != "closed"
+            ready = (reply.get("engine") or {}).get("port") != "closed"
         else:
             ready = known is not None and self.api(known).ready()
         with self._changed:
@@ -4211,9 +4769,32 @@ class Host:
             else:
                 self._seen(reply, known if ready else None)
             self._changed.notify_all()
+        if self._ledger is not None:
+            self._keep_stop_error()
+            self._ledger.flush()
         for engine in self.config.engines.values():
             if engine.name == self._up or not engine.managed:
                 self.learn(engine.name)
+
+    def follow(self) -> None:
+        """Stay on the line with the box's agent, so that a waiting job is seen at once and not at the next tick: the body of a
+        thread of its own, for a host with a job queue. The tick stays as the net below."""
+        pause = 1.0
+        while not self._closed:
+            begun = self._clock.monotonic()
+            self._remote.follow(self._request("status"), lambda reply: self.poke())
+            if self._clock.monotonic() - begun > 60.0:
+                pause = 1.0
+            with self._changed:
+                if not self._closed:
+                    self._clock.wait(self._changed, pause)
+            pause = min(60.0, pause * 2)
+
+    def poke(self) -> None:
+        """Something changed on the box: look now."""
+        with self._changed:
+            self._look_due = 0.0
+            self._changed.notify_all()
 
     def _trouble(self, error: GuardError) -> None:
         """The box does not answer (down), or answers and refuses (blocked); under the lock. One log line per streak."""
@@ -4223,7 +4804,12 @@ class Host:
             log(f"host {name}: {'blocked' if blocked else 'down'}: {error}")
         self.down_since = self.down_since or self._clock.now()
         self.blocked = blocked
+        self._active = None
+        if blocked is None:
+            self._stop_error = None  # whatever survived a stop, it went down with the box
         self._looked()
+        if not self._queue:
+            self._wake_until = 0.0  # nobody waits for it any more
         if blocked is None and self._queue and self._wake():
             return
         told = f"host {name} is down" if blocked is None else f"host {name} cannot be used, see /status: {client_safe(blocked)}"
@@ -4262,6 +4848,8 @@ class Host:
             self.owners = self.foreign(reply)
             self.agent = {"version": reply.get("agent"), "sha256": reply.get("sha256")}
             self.gpu = reply.get("gpu")
+            self._take_waits(reply)
+            self._take_active(reply)
         self._trusted = True
         if ready != self._up:
             if self._up:
@@ -4271,6 +4859,26 @@ class Host:
                 log(f"host {name}: engine {ready} runs already: taken over")
                 self._tell(ready, "loaded")
             self._now_up(ready, used=False)
+            self._take_active(reply)
+
+    def _take_waits(self, reply: dict[str, Any]) -> None:
+        waits = [wait for wait in reply.get("bench_waits") or () if isinstance(wait, dict) and "job" in wait and "since" in wait]
+        self._waits = sorted(waits, key=lambda wait: bool(wait.get("foreign")))
+
+    def _take_active(self, reply: dict[str, Any]) -> None:
+        """Which engine of ours runs. One that nobody here started, and that appears while a job runs, came back by itself
+        (Restart=always, a timer): it is stopped again."""
+        active = reply.get("active") if reply.get("active") in self.config.engines else None
+        if active is None:
+            self._came_back, self._announced = False, ""
+        elif self._heard and active not in (self._active, self._up) and any(owner.get("kind") == "job" for owner in self.owners):
+            self._came_back = True
+        self._active, self._heard = active, True
+        text = self._release_text() if active and self._releasing() else ""
+        if text and text != self._announced:
+            self._announced = text
+            log(f"{text}: refusing new work, the engine stops once idle")
+            self._events.publish({"event": "release", "data": {"host": self.config.name, "engine": active}})
 
     def foreign(self, reply: dict[str, Any]) -> list[dict[str, Any]]:
         """The owners that a reply names, and one for each guard that was asked for and not applied: an older agent drops a
@@ -4285,13 +4893,18 @@ class Host:
 
     def _guards(self) -> list[str]:
         """What the agent must look at before a GPU counts as free."""
-        return ["gpu", *(["bench_port"] if self.config.bench_port is not None else [])]
+        asked = ("bench_port", "job_queue", "owner_check")
+        return ["gpu", *(guard for guard in asked if getattr(self.config, guard) is not None)]
 
     def _now_up(self, engine: str | None, used: bool) -> None:
-        self._up, self._used, self._trusted = engine, used, True
+        self._up, self._trusted = engine, True
+        if used or engine != self._used:
+            self._used = engine if used else None
+        self._failures.pop(engine or "", None)
+        self._active = engine
         self._unload = None
         self._last_ended = self._clock.monotonic()
-        self._in_use_until = 0.0
+        self._in_use_until = self._retry_due = 0.0
         self.since = self._clock.now()
 
     def _tell(self, engine: str, status: str, **more: Any) -> None:
@@ -4309,13 +4922,15 @@ class Host:
                 self._in_use_until = self._clock.monotonic() + IN_USE_PAUSE
             return
         with self._changed:
-            if self._in_flight.get(up or "", 0):
-                return  # somebody was let in meanwhile
+            if plan(replace(self._situation(), look_due=NEVER)) != step:
+                return  # somebody was let in meanwhile, or gave up
             self._doing = ("starting" if step.kind == "switch" else "stopping", step.engine)
             self.since = self._clock.now()
         try:
             if step.kind == "switch":
                 self._switch(step.engine)
+            elif step.kind == "release":
+                self._release(step.engine)
             else:
                 self._stop(step.engine)
         finally:
@@ -4334,9 +4949,10 @@ class Host:
         except GpuBusy as error:
             self._tell(engine, "unloaded")
             with self._changed:
+                self._trusted = False
                 self._look_due = 0.0
                 self._settle(self._waiting_for(engine), error)
-        except (HostDown, HostBlocked) as error:
+        except (HostDown, HostBlocked, AgentError) as error:
             self._tell(engine, "unloaded")
             with self._changed:
                 self._trouble(error)
@@ -4346,7 +4962,6 @@ class Host:
             log(f"host {name}: engine {engine} is ready")
             self._tell(engine, "loaded")
             with self._changed:
-                self._failures.pop(engine, None)
                 self._now_up(engine, used=True)
                 self._settle(self._waiting_for(engine))
             self.forget_models(engine)
@@ -4369,14 +4984,15 @@ class Host:
         if not reply.get("ok"):
             error = reply.get("error") or {}
             if error.get("type") == "GpuBusy":
-                self.owners = self.foreign(reply)
+                if "foreign" in reply:  # it was an owner, not a busy agent or memory that drains
+                    self.owners = self.foreign(reply)
                 raise GpuBusy(prefix + "GPU is busy, not switching: {}".format(client_safe(str(error.get("text")))))
             raise EngineFailed(prefix + str(error.get("text", "no reason given")))
         if before and before != engine:
             log(f"host {self.config.name}: engine {before} stopped")
             self._tell(before, "unloaded")
         with self._changed:
-            self._up = None
+            self._up, self._active = None, engine
             for ticket in self._waiting_for(engine):
                 ticket.committed = True
             self._changed.notify_all()
@@ -4389,7 +5005,7 @@ class Host:
         while True:
             ready = self.api(engine).ready()
             now = self._clock.monotonic()
-            if ready or now - asked >= pause:
+            if ready or now - asked >= pause or now >= self._look_due:
                 asked, pause = now, min(10.0, pause * 1.5)
                 self._check_process(engine)
             if ready:
@@ -4406,7 +5022,15 @@ class Host:
     def _check_process(self, engine: str) -> None:
         """The one that answers must be the one that was started."""
         reply = self._ask("status", 30.0, log=engine)
-        if reply.get("active") != engine:
+        if not reply.get("ok"):
+            text = (reply.get("error") or {}).get("text", "no reason given")
+            raise EngineFailed(f"whether engine {engine} still runs cannot be told: {text}")
+        with self._changed:
+            self._looked()
+            self._take_waits(reply)
+            if self._releasing():  # it is released once the plan sees it: those who wait for it come after the job
+                raise self._held()
+        if reply.get("active") != engine or reply.get("state") == LEFT_OVER:
             lines = reply.get("log") or ["(it printed nothing)"]
             raise EngineFailed("engine {} ended while it started; its last lines: {}".format(engine, " | ".join(lines[-5:])))
         if reply.get("engine", {}).get("port") == "stranger":
@@ -4422,6 +5046,7 @@ class Host:
             failed = EngineFailed(client_safe(text))
             if not unloaded:
                 self._failures[engine] = Failure(failed, pause, self._clock.monotonic() + pause)
+            self._trusted = False  # what was up before may have been stopped for it
             self._look_due = 0.0
             self._unload = None
             self._load_then.pop(engine, None)
@@ -4432,7 +5057,42 @@ class Host:
     def _stop(self, engine: str) -> None:
         name = self.config.name
         why = "asked to unload" if self._unload else f"idle for {age(self.proxy.idle_stop)}"
-        log(f"host {name}: {why}: stopping engine {engine}")
+        if self._stop_error is None:
+            log(f"host {name}: {why}: stopping engine {engine}")
+        problem = self._stop_and_prove(engine)
+        if problem is None:
+            log(f"host {name}: engine {engine} stopped" if engine else f"host {name}: nothing of our engines is left")
+        self._note_stop(problem)
+
+    def _release(self, engine: str) -> None:
+        """For a waiting job: stop, prove, and keep everybody off until its runner has looked again. Without proof none of
+        that is claimed."""
+        name, text = self.config.name, self._release_text()
+        problem = self._stop_and_prove(engine)
+        if problem is None:
+            log(f"{text}: engine stopped")
+            now = self._clock.now()
+            job = self._waits[0]["job"] if self._waits else None
+            entry = {"job": job, "since": timestamp(now), "until": timestamp(now + self.proxy.handover)}
+            with self._changed:
+                self._handover, self._handover_until = entry, self._clock.monotonic() + self.proxy.handover
+                self._came_back, self._announced = False, ""
+            if self._ledger is not None:
+                self._ledger.put("handover", name, entry)
+            self._events.publish({"event": "handover", "data": {"host": name, "engine": engine, **entry}})
+        self._note_stop(problem)
+
+    def _release_text(self) -> str:
+        """What the log says of this release, as in the seed's journal."""
+        name = self.config.name
+        if not self._waits:
+            return f"host {name}: engine {self._active} came back while a bench job runs"
+        wait = self._waits[0]
+        held = f" (held by pid {wait['pid']})" if wait.get("pid") else ""
+        return f"host {name}: bench job {wait['job']} waits for the GPU since {wait['since']}{held}"
+
+    def _stop_and_prove(self, engine: str) -> str | None:
+        """Have the agent stop all of ours; what was left, or None when it is proven that nothing is."""
         try:
             reply = self._ask("stop", 900.0)
             problem = None if reply.get("ok") else str((reply.get("error") or {}).get("text"))
@@ -4446,11 +5106,28 @@ class Host:
                 self._trusted = False
                 self._look_due = 0.0
                 self._last_ended = self._clock.monotonic()
-        if problem is None:
-            log(f"host {name}: engine {engine} stopped")
+        if problem is None and engine:
             self._tell(engine, "unloaded")
-        else:
-            log(f"host {name}: engine {engine} is not stopped: {problem}")
+        return problem
+
+    def _note_stop(self, problem: str | None) -> None:
+        """Remember a stop that was not proven, until one is or the box is down; one log line per failing streak."""
+        name, now = self.config.name, timestamp(self._clock.now())
+        with self._changed:
+            before, entry = self._stop_error, None
+            if problem is not None:
+                since, attempts = (before["since"], before["attempts"]) if before else (now, 0)
+                entry = {"error": problem, "since": since, "last": now, "attempts": attempts + 1}
+                self._retry_due = self._clock.monotonic() + self.proxy.tick
+            self._stop_error = entry
+        if problem is not None and before is None:
+            log(f"host {name}: the engine is not stopped: {problem}")
+            self._events.publish({"event": "stop_error", "data": {"host": name, **(entry or {})}})
+        self._keep_stop_error()
+
+    def _keep_stop_error(self) -> None:
+        if self._ledger is not None:
+            self._ledger.put("stop_error", self.config.name, self._stop_error)
 
 
 # ======================================================================================================================
@@ -4468,6 +5145,8 @@ MAX_DEPTH = 200  # of nested JSON in a request
 LINGER = 2.0  # seconds to read on after a refusal, so that a reset does not destroy the answer on its way
 SEND_PIECE = 1 << 20
 
+_EMPTY_LINES = re.compile(rb"\A(?:\r\n)+")
+_METHODS = frozenset("GET HEAD POST PUT PATCH DELETE OPTIONS".split())
 _REQUEST_LINE = re.compile(rf"({_TOKEN}) ([\x21-\x7e]+) HTTP/([0-9])\.([0-9])")
 _NOT_FORWARDED = HOP_BY_HOP | frozenset(
     # x-conversation-id makes llama-server go on after its client left; keys are ours, never the engine's
@@ -4518,7 +5197,7 @@ def _string_end(data: Any, start: int) -> int:
         at = data.find(b'"', at + 1)
         if at < 0:
             raise BadRequest("the request's body is no JSON: an unfinished string")
-        if data[at - 1] != 92 or not _is_escaped(data, start, at):
+        if data[at - 1] != 92 or (data[at - 2] == 92 and not _is_escaped(data, start, at)):
             return int(at) + 1
 
 
@@ -4613,6 +5292,17 @@ def _json_value(data: Any, start: int, end: int) -> Any:
         raise BadRequest("the request's body is no JSON") from None
 
 
+_DISPOSITION = re.compile(r"(?im)^content-disposition:[ \t]*form-data[ \t]*(.*?)\r?$")
+_PARAMETER = re.compile(r';[ \t]*([^\s=;"]+)=("(?:[^"\\]|\\.)*"|[^\s;"]*)[ \t]*')
+
+
+def _field_name(head: str) -> str:
+    """The name of a form's field, from the header of its part; what a quoted file name holds is no parameter."""
+    line = _DISPOSITION.search(head)
+    parameters: list[tuple[str, str]] = _PARAMETER.findall(line.group(1)) if line else []
+    return next((value.strip('"') for name, value in parameters if name.lower() == "name"), "")
+
+
 def asked_in_form(data: Any, content_type: str) -> Asked:
     """The `model` field of a multipart/form-data body (RFC 7578), as audio and image requests send it."""
     match = re.search(r'boundary=(?:"([^"\r\n]{1,70})"|([^\s;,"]{1,70}))', content_type)
@@ -4623,13 +5313,13 @@ def asked_in_form(data: Any, content_type: str) -> Asked:
     at = data.find(mark)
     while at >= 0:
         head_start = at + len(mark)
-        head_end = data.find(b"\r\n\r\n", head_start)
         following = data.find(b"\r\n" + mark, head_start)
-        if head_end < 0 or following < 0:
+        if following < 0:
             break
-        if head_end < following:
+        head_end = data.find(b"\r\n\r\n", head_start, following)
+        if head_end >= 0:
             head = bytes(data[head_start:min(head_end, head_start + 8192)]).decode("latin-1")
-            if re.search(r'(?i)content-disposition:[^\r\n]*;\s*name="?model"?\s*(?:;|\r|$)', head):
+            if _field_name(head) == "model":
                 found.append((head_end + 4, following))
         at = following + 2
     models = {bytes(data[start:end]).decode("utf-8", "replace") for start, end in found}
@@ -4681,6 +5371,8 @@ class Upload:
 
     def finish(self) -> None:
         """All has come: `data` is readable now, as bytes or as a map of the file."""
+        if self._decoder:
+            self.add(b"")
         if self._file is None:
             self.data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
             self._pieces = []
@@ -4721,15 +5413,19 @@ def body_decoder(coding: str, limit: int) -> Callable[[bytes], Iterator[bytes]] 
         raise UnsupportedCoding(coding=client_safe(coding[:40]), hint=": send it plain or in gzip")
 
     def decode(data: bytes) -> Iterator[bytes]:
-        """Pieces of bounded size, so that a bomb ends at the body's limit."""
+        """Pieces of bounded size, so that a bomb ends at the body's limit; b"" says that nothing more comes."""
+        if not data and not unzip.eof:
+            raise BadRequest(f"the request's body in {coding} is cut short")
         try:
-            while data:
+            more = bool(data)
+            while more and not unzip.eof:
                 yield unzip.decompress(data, PIECE * 4)
-                if unzip.eof:
-                    return
-                data = b"" if coding == "zstd" and unzip.needs_input else getattr(unzip, "unconsumed_tail", b"")
+                data = getattr(unzip, "unconsumed_tail", b"")  # zstd keeps what it has not decoded yet
+                more = bool(data) or not getattr(unzip, "needs_input", True)
         except broken:
             raise BadRequest(f"the request's body is no valid {coding}") from None
+        if data or unzip.unused_data:
+            raise BadRequest(f"something follows the request's body in {coding}")
 
     return decode
 
@@ -4758,7 +5454,7 @@ class Exchange:
         self.keep = False  # may the connection carry another request after this one?
         self.fields = Fields("")
         self.length = 0  # of the request's body
-        self.read_on = False  # does unread body stand in the connection?
+        self.read_on = True  # may unread body stand in the connection?
         self.upload: Upload | None = None
         self.asked = Asked()
         self.route: Route | None = None  # once it is on its way to an engine
@@ -4827,8 +5523,8 @@ class Exchange:
 
     def _split(self, target: str) -> None:
         """origin-form, or absolute-form whose authority is dropped: this is no forward proxy, nothing is ever dialled."""
-        if self.method == "CONNECT":
-            raise MethodNotAllowed(method="CONNECT")
+        if self.method not in _METHODS:
+            raise MethodNotAllowed(method=self.method[:20])
         if not target.startswith("/"):
             match = re.fullmatch(r"(?i)https?://[^/?#]*([/?].*)?", target)
             if match:
@@ -4837,9 +5533,11 @@ class Exchange:
                 raise BadRequest("malformed request target")
         if "#" in target:
             raise BadRequest("malformed request target")
-        self.path, _, self.query = target.partition("?")
-        if not self.path.startswith("/upstream/"):
-            self.path = tidy_path(self.path)
+        path, _, self.query = target.partition("?")
+        path = re.sub("^//+", "/", path)
+        self.path = path if path.startswith("/upstream/") else tidy_path(path)
+        if self.path.startswith("/upstream/") and self.path != path:
+            raise self.unknown_path()  # what is below it travels as it was sent, so it has to be spelt out
 
     def authorise(self, admin: bool) -> None:
         """Unauthorised unless one of the keys that were sent is good; whether a model exists is not told."""
@@ -4915,7 +5613,12 @@ class Exchange:
     def forward(self, path: str) -> None:
         """To the engine of the model that the request names."""
         content_type = self.fields.get("content-type")
-        query_model = dict(parse_qsl(self.query)).get("model")
+        if leaves(path):
+            raise BadRequest("the path leaves its engine")
+        named = {value for key, value in parse_qsl(self.query) if key == "model"}
+        if len(named) > 1:
+            raise BadRequest("the request names two different models")
+        query_model = named.pop() if named else None
         if self.upload is not None and content_type.lower().startswith("multipart/"):
             self.asked = asked_in_form(self.upload.data, content_type)
         elif self.upload is not None and self.upload.size:
@@ -4925,8 +5628,10 @@ class Exchange:
         route = self.proxy.route(self.asked.model if self.asked.model is not None else query_model)
         query = self.query
         if query_model is not None and route.upstream != route.model:
-            query = re.sub(r"(^|&)model=[^&]*", lambda m: m.group(1) + "model=" + quote(route.upstream, safe=""), query)
-        self.forward_to(route, path + ("?" + query if query else ""))
+            renamed = "model=" + quote(route.upstream, safe="")
+            query = "&".join(renamed if unquote(part.partition("=")[0]) == "model" else part for part in query.split("&"))
+        # the path was decoded: an escaped CRLF in it must not become one in the engine's request line
+        self.forward_to(route, quote(path, safe="/:@!$&'()*+,;=") + ("?" + query if query else ""))
 
     def forward_to(self, route: Route, target: str) -> None:
         """Start the engine where it must be, send the request, relay the answer. An engine that died since it was last seen
@@ -4991,7 +5696,8 @@ class Exchange:
                 at = end
             parts.append((at, self.upload.size))
             length = sum(len(part) if isinstance(part, bytes) else part[1] - part[0] for part in parts)
-        fields = [("Host", api.address.authority), *self.fields.end_to_end(_NOT_FORWARDED)]
+        without = _NOT_FORWARDED | {"accept-encoding"} if self.asked.stream else _NOT_FORWARDED
+        fields = [("Host", api.address.authority), *self.fields.end_to_end(without)]
         if api.key:
             fields.append(("Authorization", "Bearer " + api.key))
         if self.upload is not None or self.method in ("POST", "PUT", "PATCH"):
@@ -5049,8 +5755,7 @@ class Exchange:
         body = response.body
         try:
             if self._opened and not (response.status == 200 and response.is_event_stream):
-                whole = body.all(time.monotonic() + BODY_PATIENCE, IN_MEMORY, self.client)
-                self.payload(b"data: %b\n\n" % b" ".join(whole.split()))
+                self._late_answer(response)
             else:
                 self._begin_relay(response)
                 self._copy(body)
@@ -5058,6 +5763,17 @@ class Exchange:
             detail = f"its answer broke off: {error}"
             raise EngineLost("the engine's answer broke off", detail=detail) from None
         self.finish()
+
+    def _late_answer(self, response: Response) -> None:
+        """An answer that is no stream, for a client that was already sent the beginning of one: it becomes an event."""
+        whole = response.body.all(time.monotonic() + BODY_PATIENCE, IN_MEMORY, self.client)
+        try:
+            if not isinstance(json.loads(whole), dict):
+                raise ValueError
+        except (ValueError, RecursionError):
+            raise EngineLost("the engine did not answer with a stream") from None
+        event = b"event: error\n" if response.status >= 400 and not self._chat_events() else b""
+        self.payload(b"%bdata: %b\n\n" % (event, b" ".join(whole.splitlines())))
 
     def _begin_relay(self, response: Response) -> None:
         if self._opened:
@@ -5068,8 +5784,9 @@ class Exchange:
             length = response.fields.get("content-length")
         elif response.status in (204, 304):
             length = ""
-        self._events = response.is_event_stream
-        if self._events and "x-accel-buffering" not in response.fields:
+        # a comment of ours may stand neither in a body of a fixed length nor in a compressed one
+        self._events = response.is_event_stream and response.body.length < 0 and "content-encoding" not in response.fields
+        if response.is_event_stream and "x-accel-buffering" not in response.fields:
             fields.append(("X-Accel-Buffering", "no"))
         self.begin(response.status, response.reason, fields, length)
 
@@ -5096,6 +5813,8 @@ class Exchange:
                 lines.append(f"Content-Length: {length}\r\n")
         elif length >= 0:
             lines.append("Content-Length: %d\r\n" % length)
+        elif self.method == "HEAD":
+            pass
         elif self.minor:
             self._chunked = True
             lines.append("Transfer-Encoding: chunked\r\n")
@@ -5151,7 +5870,8 @@ class Exchange:
         from http import HTTPStatus
 
         typed = [("Content-Type", content_type)] if content_type else []
-        self.begin(status, HTTPStatus(status).phrase, [*typed, *fields, *self._cors()], "" if status == 204 else len(body))
+        phrase = HTTPStatus(status).phrase if status in set(HTTPStatus) else "Refused"  # refusal_status may be any
+        self.begin(status, phrase, [*typed, *fields, *self._cors()], "" if status == 204 else len(body))
         if body and self.method != "HEAD":
             self.payload(body)
         self.finish()
@@ -5163,6 +5883,8 @@ class Exchange:
         """An error becomes a response: the one place where that happens."""
         if isinstance(error, (BadRequest, MethodNotAllowed)) and not self.upload:
             self.keep = self.keep and not self.read_on
+        if self._pending:  # nothing of the response that was begun has gone out: it can still be another one
+            self._pending, self.status, self._chunked, self._events = b"", 0, False, False
         if self.status:
             self._break_off(error)
             return
@@ -5183,10 +5905,17 @@ class Exchange:
             self.payload((f"{event}data: {json.dumps(self._error(error, error.status))}\n\n").encode())
             if not self._relayed:
                 self.finish()
+        elif not self.minor:  # a body until close is broken by nothing but a reset
+            linger = (1).to_bytes(4, sys.byteorder) + bytes(4)
+            self.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
     def _chat_events(self) -> bool:
         """Are events of this path unnamed (OpenAI chat, llama.cpp), or named (Anthropic, /v1/responses)?"""
-        return not self.path.startswith(("/v1/messages", "/v1/responses"))
+        return not (self._speaks("messages") or self._speaks("responses"))
+
+    def _speaks(self, name: str) -> bool:
+        """Is it a path of that API, with or without /v1, or below /upstream/MODEL?"""
+        return "/" + name + "/" in self.path + "/"
 
     def _status_of(self, error: GuardError) -> int:
         """The error's status, or for a client that would retry one it does not know, the status that stops it."""
@@ -5200,10 +5929,10 @@ class Exchange:
     def _error(self, error: GuardError, status: int) -> dict[str, Any]:
         """The body of a refusal, in Anthropic's shape on Anthropic's paths."""
         text = f"model {printable(self.route.model)}: {error}" if self.route else str(error)
-        if self.path.startswith("/v1/messages"):
+        if self._speaks("messages"):
             return {"type": "error", "error": {"type": error.type, "message": text, "code": status}}
         content: dict[str, Any] = {"error": {"code": status, "message": text, "type": error.type, "param": None}}
-        if self.status and self.path.startswith("/v1/responses"):
+        if self.status and self._speaks("responses"):
             content.update(type="error", code=error.type, message=text, param=None)
         return content
 
@@ -5233,6 +5962,11 @@ class Exchange:
 
 
 _STREAM_FIELDS = (("Cache-Control", "no-cache"), ("X-Accel-Buffering", "no"))
+
+
+def leaves(path: str) -> bool:
+    """Would a path climb out of its folder, when an engine decodes it and resolves the dots?"""
+    return any(segment in (".", "..") for segment in re.split(r"[/\\]", unquote(unquote(path))))
 
 
 def tidy_path(path: str) -> str:
@@ -5311,7 +6045,7 @@ class Connection:
                 self.idle_since = None
             deadline = time.monotonic() + HEAD_PATIENCE
             while wire.buffer[:2] in (b"\r\n", b"\r", b""):  # an empty line before a request is harmless (RFC 9112, 2.2)
-                wire.buffer = wire.buffer[2:] if wire.buffer[:2] == b"\r\n" else wire.buffer
+                wire.buffer = _EMPTY_LINES.sub(b"", wire.buffer, 1)
                 if len(wire.buffer) < 2 and not wire.fill(deadline):
                     return ""
         except (DeadlinePassed, PeerGone):
@@ -5325,7 +6059,6 @@ class Connection:
         except HeadTooLarge as large:
             error = large
         exchange = Exchange(self.proxy, wire, "")
-        exchange.read_on = True
         try:
             exchange.refuse(error)
         except ClientGone:
@@ -5349,7 +6082,7 @@ class Proxy(socketserver.ThreadingTCPServer):
     def __init__(self, config: Config, folder: str, own: Routes, clock: Clock | None = None) -> None:
         self.config, self.folder, self.own = config, folder, own
         self.clock = clock or Clock()
-        self.events, self.counters = Events(), Counters()
+        self.events, self.counters, self.ledger = Events(), Counters(), Ledger(folder, self.clock)
         self.started, self.sha256 = self.clock.now(), own_hash()
         self.draining = False
         self.hosts: dict[str, Host] = {}
@@ -5426,8 +6159,11 @@ class Proxy(socketserver.ThreadingTCPServer):
                 known.reconfigure(host_config, config.proxy)
                 hosts[name] = known
                 continue
-            hosts[name] = host = Host(host_config, config.proxy, Remote(host_config, self.folder), self.events, self.clock)
+            remote = Remote(host_config, self.folder)
+            hosts[name] = host = Host(host_config, config.proxy, remote, self.events, self.clock, ledger=self.ledger)
             threading.Thread(target=host.run, name="host " + name, daemon=True).start()
+            if host_config.job_queue is not None:
+                threading.Thread(target=host.follow, name="follow " + name, daemon=True).start()
         for name, host in self.hosts.items():
             if hosts.get(name) is not host:
                 host.close()
@@ -5443,7 +6179,7 @@ class Proxy(socketserver.ThreadingTCPServer):
     def find(self, method: str, path: str) -> tuple[Callable[[Exchange], None] | None, bool]:
         """(what answers this path, does it take an admin key). MethodNotAllowed; (None, False) for an unknown path."""
         entry = self.own.get(path)
-        if entry is None and "/v1" + path in _API_PATHS and path not in _LLAMA_PATHS:
+        if entry is None and not is_engine_path(path) and is_engine_path("/v1" + path):
             path = "/v1" + path  # a base URL typed without /v1
         if entry is None and is_engine_path(path):
             return (lambda exchange: exchange.forward(path)), False
@@ -5480,6 +6216,7 @@ class Proxy(socketserver.ThreadingTCPServer):
     def drain(self) -> bool:
         """Stop accepting, let what runs end by itself; False when drain_timeout came first."""
         self.draining = True
+        self.events.close()
         _hang_up(self.socket)  # wakes the accepting thread
         self.shutdown()
         self.server_close()
@@ -5531,7 +6268,7 @@ def model_status(host: Host, engine: str, said: dict[str, Any]) -> dict[str, Any
     if failure and state == "unloaded":
         status.update(failed=True, error=str(failure))
     if state == "loaded" and isinstance(said.get("status"), dict):
-        status = {"value": state, **{key: said["status"][key] for key in ("value", "failed", "exit_code") if key in said["status"]}}
+        status.update((key, said["status"][key]) for key in ("value", "failed", "exit_code") if key in said["status"])
     return status
 
 
@@ -5698,10 +6435,13 @@ def upstream_view(exchange: Exchange) -> None:
             if count == len(parts):
                 raise
     rest = "/" + "/".join(parts[count:])
-    if any(segment in (".", "..") for segment in re.split(r"[/\\]", unquote(unquote(rest)))):
+    if leaves(rest):
         raise BadRequest("the path leaves its engine")
     if exchange.upload and exchange.upload.data[:1] == b"{":
-        exchange.asked = replace(asked_in_json(exchange.upload.data), spans=())
+        try:
+            exchange.asked = replace(asked_in_json(exchange.upload.data), spans=())
+        except BadRequest:
+            pass  # the engine's to judge
     exchange.forward_to(route, rest + ("?" + exchange.query if exchange.query else ""))
 
 
@@ -5712,6 +6452,7 @@ def status_view(exchange: Exchange) -> None:
         "version": __version__,
         "sha256": proxy.sha256,
         "started": timestamp(proxy.started),
+        "state_error": proxy.ledger.problem,
         "hosts": {name: host.view() for name, host in proxy.hosts.items()},
         "models": {
             model: {"host": host.config.name, "engine": engine, "state": model_status(host, engine, said)["value"]}
@@ -5727,6 +6468,9 @@ def events_view(exchange: Exchange) -> None:
     listener = exchange.proxy.events.subscribe()
     try:
         exchange.begin(200, "OK", [("Content-Type", "text/event-stream"), *_STREAM_FIELDS, *exchange._cors()], -1)
+        if exchange.method == "HEAD":
+            exchange.finish()
+            return
         exchange.payload(b": llmguard\n\n")
         while not (listener.lost or exchange.proxy.draining):
             try:
@@ -5861,35 +6605,36 @@ def the_config(options: Any) -> Config:
 def serve(options: Any) -> int:
     """The proxy, until SIGTERM or Ctrl-C; SIGHUP reads the configuration again."""
     import signal
-    from queue import SimpleQueue
 
     config = the_config(options)
     if options.listen:
         config = replace(config, proxy=replace(config.proxy, listen=_listen_option(options.listen)))
     folder = state_folder(options.state_dir)
     with Lock(os.path.join(folder, "serve.lock"), f"the state folder {folder}"):
+        signals, wake = socket.socketpair()
+        wake.setblocking(False)
+        signal.set_wakeup_fd(wake.fileno())  # a byte per signal: a wait for a lock may sleep through one
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # before anybody can see that it listens
+            signal.signal(number, lambda number, _: None)
         try:
             proxy = Proxy(config, folder, OWN)
         except OSError as error:
             where = Address(*config.proxy.listen).authority
             raise ConfigError(f"proxy.listen: {where} cannot be listened on: {error.strerror}") from None
-        signals: SimpleQueue[int] = SimpleQueue()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, lambda number, _: signals.put(number))
         for warning in config.warnings:
             log("warning: " + warning)
         poll = 3600.0 if sys.platform == "linux" else 0.5  # on Linux a listener that is shut down wakes its poll
         threading.Thread(target=proxy.serve_forever, args=(poll,), daemon=True).start()
         log(f"llmguard {__version__} listens on http://{Address(*proxy.socket.getsockname()[:2]).authority}")
         while True:
-            if signals.get() != signal.SIGHUP:
+            if signals.recv(1)[0] != signal.SIGHUP:
                 break
             _reload(proxy, options)
         log("stopping: no new connections, waiting for what runs (a second signal ends it at once)")
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: os._exit(128 + number))
         if not proxy.drain():
-            log(f"not everything ended within {age(config.proxy.drain_timeout)}: cut")
+            log(f"not everything ended within {age(proxy.config.proxy.drain_timeout)}: cut")
     return 0
 
 
@@ -5952,6 +6697,8 @@ def _check_host(host: Host) -> tuple[int, str]:
         except (HostDown, HostBlocked, AgentError) as error:
             return 2, str(error)
         warnings += box.get("warnings", [])
+        if host.noise:
+            warnings.append(f"the login shell prints {host.noise} bytes before the agent's answer (up to {size_text(MAX_NOISE)} are skipped)")
         facts.append(f"engine {reply['active']} runs" if reply.get("active") else "no engine of ours runs")
         facts += ["held: " + printable(owner["text"]) for owner in host.foreign(reply)]
         if host.config.ssh is not None:
@@ -6156,8 +6903,10 @@ def _parser() -> Any:
             one.add_argument("engine", metavar="ENGINE")
         one.set_defaults(run=run_it)
     agent = commands.add_parser("agent", help="answer one request about this box (started by the proxy)")
-    agent.add_argument("--receive", action="store_true", help="take a new copy of this file from stdin")
-    agent.set_defaults(run=lambda options: agent_main(state_folder(options.state_dir), options.receive))
+    modes = agent.add_mutually_exclusive_group()
+    modes.add_argument("--follow", dest="mode", action="store_const", const="follow", help="stay, and tell each change")
+    modes.add_argument("--receive", dest="mode", action="store_const", const="receive", help="take a new copy of this file")
+    agent.set_defaults(run=lambda options: agent_main(state_folder(options.state_dir), options.mode or ""))
     return parser
 
 
