@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import importlib.util
+import io
 import json
 import os
 import re
@@ -29,8 +30,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "tests"))
 
-import llmguard  # noqa: E402
 import tiny_gguf  # noqa: E402
+
+import llmguard  # noqa: E402
 
 LLMGUARD = str(ROOT / "llmguard.py")
 PATIENCE = 60.0  # seconds after which a test gives up waiting; never what a test measures
@@ -316,6 +318,71 @@ class StubEngine:
         self._listener.close()
 
 
+class Upstream(StubEngine):
+    """A stub engine that counts only what the proxy forwards: its own questions (GET /v1/models, each on a connection of
+    its own) are answered 404 and forgotten. `on` holds the number of the connection that each request came on."""
+
+    def __init__(self, answer) -> None:
+        self.on: list[int] = []
+        super().__init__(answer)
+
+    def _serve(self, sock: socket.socket) -> None:
+        number = self.connections
+        with sock, contextlib.suppress(OSError):
+            while True:
+                request = self._read(sock)
+                if not request:
+                    self.closed.release()
+                    return
+                if re.match(rb"GET \S*/v1/models ", request) and b"\r\nConnection: close" in request:
+                    sock.sendall(b"HTTP/1.1 404 No\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+                    return
+                self.requests.append(request)
+                self.on.append(number)
+                if not self.answer(request, sock):
+                    return
+
+
+def echo(request: bytes, sock: socket.socket) -> bool:
+    """An engine's answer: what it was sent, byte for byte."""
+    body = b"" if request.startswith(b"HEAD ") else request
+    sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: %d\r\n\r\n" % len(request) + body)
+    return True
+
+
+class Sent:
+    """A request as an engine got it."""
+
+    def __init__(self, raw: bytes) -> None:
+        head, _, self.body = raw.partition(b"\r\n\r\n")
+        self.line, *lines = head.decode("latin-1").split("\r\n")
+        self.fields = [line.split(": ", 1) for line in lines]
+        self.names = [name.lower() for name, _ in self.fields]
+
+    def get(self, name: str) -> list[str]:
+        return [value for other, value in self.fields if other.lower() == name.lower()]
+
+
+class _Received(io.BytesIO):
+    """Bytes as HTTPResponse takes a socket, of which it leaves what it did not read."""
+
+    def makefile(self, mode: str) -> io.BytesIO:
+        return self
+
+    def close(self) -> None:
+        pass
+
+
+def replies(data: bytes, *methods: str) -> list[Reply]:
+    """The responses that stand one after the other in these bytes; IncompleteRead when one is cut short."""
+    stream, found = _Received(data), []
+    while stream.tell() < len(data):
+        response = http.client.HTTPResponse(stream, method=methods[len(found)] if len(found) < len(methods) else "GET")
+        response.begin()
+        found.append(Reply(response.status, response.headers, response.read()))
+    return found
+
+
 @pytest.fixture
 def stub_engine():
     """make(answer) -> StubEngine."""
@@ -328,6 +395,27 @@ def stub_engine():
     yield make
     for engine in made:
         engine.close()
+
+
+@pytest.fixture
+def inside(tmp_path):
+    """start(config) -> a Proxy that serves in this process at `port`, for tests that change a constant or a part of it."""
+    made = []
+
+    def start(config: dict) -> llmguard.Proxy:
+        config["proxy"]["listen"] = "127.0.0.1:0"
+        proxy = llmguard.Proxy(llmguard.parse_config(config), str(tmp_path), llmguard.OWN)
+        proxy.port = proxy.server_address[1]
+        threading.Thread(target=proxy.serve_forever, args=(0.05,), daemon=True).start()
+        made.append(proxy)
+        return proxy
+
+    yield start
+    for proxy in made:
+        proxy.shutdown()
+        proxy.server_close()
+        for host in proxy.hosts.values():
+            host.close()
 
 
 def url_config(*ports: int, models=("small",), **proxy) -> dict:
