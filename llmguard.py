@@ -142,8 +142,8 @@ class MethodNotAllowed(GuardError):
     retry = False
 
 
-class HeadTimeout(GuardError):
-    """the request's header did not arrive in time"""
+class RequestTimeout(GuardError):
+    """the request's {part} did not arrive in time"""
 
     status = 408
     type = "invalid_request_error"
@@ -402,7 +402,7 @@ _RETRY_BAIT = re.compile(
 def client_safe(text: str) -> str:
     """A text without what clients' retry patterns look for: bare status numbers and words such as "timeout" make some
     coding agents try again for ever. The log keeps the original."""
-    return _RETRY_BAIT.sub("…", re.sub(r",? \(?pid \d+\)?", "", printable(text)))
+    return _RETRY_BAIT.sub("…", re.sub(r",? ?\(?\bpid \d+\)?", "", printable(text)))
 
 
 class Log:
@@ -895,10 +895,6 @@ class Chunked:
         else:
             self._trailer = 0
 
-    @property
-    def between_chunks(self) -> bool:
-        return not self._left and not self._pending
-
 
 class Wire:
     """A connected, non-blocking socket with a read buffer. Every wait has a deadline (monotonic seconds)."""
@@ -913,7 +909,6 @@ class Wire:
         self.buffer = b""
         self.broken = False  # did it end in a reset? That is no end that a body may have
         self.idle_since = 0.0
-        self.used = 0  # exchanges served so far
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._watching: Wire | None = None
@@ -1177,7 +1172,7 @@ class Pool:
             return Wire(sock)
         self._found_until = 0.0
         error = EngineLost("the engine does not answer")
-        error.fields.update(refused=refused, detail=f"{self.address.authority}: {last}")
+        error.fields.update(refused=refused and bool(self._found), detail=f"{self.address.authority}: {last}")
         raise error
 
     def _resolve(self) -> list[Any]:
@@ -1724,13 +1719,18 @@ def parse_config(data: Any, path: str | None = None) -> Config:
     if problems:
         where_file = f"{path}: " if path else ""
         raise ConfigError("\n".join(where_file + printable(problem) for problem in problems))
-    return Config(proxy, hosts, path, tuple(_warnings(proxy)))
+    return Config(proxy, hosts, path, tuple(_warnings(proxy, hosts)))
 
 
-def _warnings(proxy: ProxyConfig) -> Iterator[str]:
+def _warnings(proxy: ProxyConfig, hosts: dict[str, HostConfig]) -> Iterator[str]:
     if not is_loopback(proxy.listen[0]) and not proxy.api_keys:
         where = Address(*proxy.listen).authority
         yield f"proxy.listen: {where} is open to the network and there are no api_keys: whoever reaches it can use it"
+    for host in hosts.values():
+        for engine in host.engines.values():
+            if engine.managed and engine.models == "auto":
+                where = f"hosts.{host.name}.engines.{engine.name}.models"
+                yield f'{where}: "auto" on an engine that llmguard starts: its names are known only once it runs'
 
 
 def is_loopback(host: str) -> bool:
@@ -1779,7 +1779,8 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
         names = [key for key, _ in pairs]
-        raise ValueError("{} stands twice in one table".format(next(key for key in names if names.count(key) > 1)))
+        twin = next(key for key in names if names.count(key) > 1)
+        raise ValueError(f"{twin} stands twice in one table")
     return table
 
 
@@ -2905,8 +2906,9 @@ def _outstanding(log_path: str, waiting: set[str], pattern: re.Pattern[str]) -> 
             unknown.discard(match["job"])
             if match["event"] == "gpu-wait":
                 found = match.groupdict()
-                pid = int(found["pid"]) if found.get("pid") else None
-                waits.append(Wait(match["job"], found.get("time") or "", pid, found.get("comm")))
+                pid = found.get("pid") or ""
+                known = int(pid) if pid.isdecimal() and len(pid) < 10 else None
+                waits.append(Wait(match["job"], found.get("time") or "", known, found.get("comm")))
             if not unknown:
                 return sorted(waits, key=lambda wait: wait.job), note
         if cut:
@@ -2931,10 +2933,7 @@ def _logs(path: str) -> list[str]:
 def _last_lines(path: str) -> tuple[list[str], bool]:
     """The whole lines in the last LOG_TAIL bytes, and whether there was more. One that is still being written has no end."""
     if path.endswith(".gz"):
-        import gzip
-
-        with gzip.open(path) as packed:
-            data, cut = packed.read(LOG_TAIL * 4), bool(packed.read(1))
+        data, cut = _unpacked_tail(path)
     else:
         with open(path, "rb") as file:
             length = os.fstat(file.fileno()).st_size
@@ -2942,6 +2941,23 @@ def _last_lines(path: str) -> tuple[list[str], bool]:
             data, cut = file.read(LOG_TAIL), length > LOG_TAIL
     lines = data.decode("utf-8", "replace").split("\n")
     return lines[1 if cut else 0:-1], cut
+
+
+def _unpacked_tail(path: str) -> tuple[bytes, bool]:
+    import gzip
+    import zlib
+
+    data, length = b"", 0
+    try:
+        with gzip.open(path) as packed:
+            while length < 32 * LOG_TAIL:
+                piece = packed.read(LOG_TAIL)
+                if not piece:
+                    return data, length > LOG_TAIL
+                data, length = (data + piece)[-LOG_TAIL:], length + len(piece)
+    except zlib.error as error:
+        raise OSError(errno.EIO, f"damaged: {error}") from None
+    raise OSError(errno.EFBIG, "it unpacks to too much")
 
 
 def queue_owners(reading: QueueReading, settings: QueueSettings, now: float) -> list[Owner]:
@@ -3404,11 +3420,7 @@ class Agent:
             raise BadRequest("engine {!r} is not among the engines of this request".format(ask.get("engine")))
         with self._lock("start", ask):
             ours = {process.pid for engine in engines.values() for process in engine.processes()}
-            foreign, checked = self._owners(ask, self._gpus(ask), self.read_queue(ask), ours)
-            if foreign:
-                first = foreign[0]
-                since = f" since {first['since']}" if "since" in first else ""
-                raise GpuBusy(first["text"] + since, reply={"foreign": foreign, "checked": checked})
+            self._refuse_owners(ask, ours)
             state = wanted.state
             self._stop([engine for engine in engines.values() if engine is not wanted or state == LEFT_OVER])
             if state in ("off", LEFT_OVER):
@@ -3417,8 +3429,16 @@ class Agent:
                     names = ", ".join(process.comm for process in self.box.listening(wanted.port)) or "somebody"
                     raise EngineFailed(f"port {wanted.port} is already taken by {names}")
                 self._await_memory(ask, _ask_for(_dict(ask, "engines")[wanted.name], "vram", size, None), ours)
+                self._refuse_owners(ask, ours)  # a job may have taken what another engine of ours gave back
                 wanted.start()
         return self.status(ask)
+
+    def _refuse_owners(self, ask: dict[str, Any], ours: set[int]) -> None:
+        foreign, checked = self._owners(ask, self._gpus(ask), self.read_queue(ask), ours)
+        if foreign:
+            first = foreign[0]
+            since = f" since {first['since']}" if "since" in first else ""
+            raise GpuBusy(first["text"] + since, reply={"foreign": foreign, "checked": checked})
 
     def _await_memory(self, ask: dict[str, Any], vram: int | None, stopped: set[int]) -> None:
         """Until what was stopped has given its GPU memory back, `vram` bytes are free, and the reading stands still: an engine
@@ -3681,6 +3701,7 @@ def agent_main(folder: str, mode: str = "") -> int:
     data = read_stdin(REQUEST_PATIENCE, MAX_REQUEST, line=True)
     try:
         ask = parse_request(data)
+        queue_settings(ask)
     except BadRequest as error:
         _answer({"ok": False, "agent": __version__, "error": {"type": "BadRequest", "text": str(error)}})
         return 64
@@ -3737,7 +3758,7 @@ SSH_OPTIONS = {
     "BatchMode": "yes",
     "ConnectTimeout": "5",
     "ServerAliveInterval": "5",  # Debian sets 300 under BatchMode
-    "ServerAliveCountMax": "3",
+    "ServerAliveCountMax": "2",
     "ControlMaster": "auto",
     "ControlPersist": "10m",
     "ClearAllForwardings": "yes",
@@ -3864,10 +3885,14 @@ class Remote:
 
     def close(self) -> None:
         """Let go of the box: the tunnels and the line to it end, what runs there runs on."""
-        if self._following is not None:
-            self._following.terminate()
+        self.hang_up()
         if self._tunnels is not None:
             self._tunnels.terminate()
+
+    def hang_up(self) -> None:
+        """End the follow line."""
+        if self._following is not None:
+            self._following.terminate()
 
     def _has_master(self) -> bool:
         return any(name for name in os.listdir(_socket_folder()) if len(name) == 40)
@@ -4144,7 +4169,7 @@ class Situation:
     now: float
     up: str | None = None  # the engine that is ready
     running: str | None = None  # the engine of ours that runs, ready or not
-    in_flight: int = 0  # requests on `up`
+    in_flight: int = 0  # requests on `up`, or on `running` when nothing is known to be ready
     queue: tuple[str, ...] = ()  # engines that requests wait for, oldest first
     look_due: float = NEVER  # when to ask the agent next
     waking: bool = False  # the box sleeps, and was sent a magic packet
@@ -4185,7 +4210,7 @@ def plan(now: Situation) -> Step:
     may_go = now.up and (wanted or now.unload or now.now >= now.idle_due)
     if must_go or may_go:
         return _make_way(now, wanted)
-    if wanted and not now.waking:
+    if wanted and not now.waking and (not now.in_flight or wanted == now.running):
         return Step("switch", wanted)
     return Step("rest", until=min(now.look_due, now.idle_due if now.up else NEVER))
 
@@ -4321,12 +4346,14 @@ class Host:
         self._active: str | None = None  # the engine that the agent saw running, ready or not
         self._heard = False  # has the agent been heard since this proxy began?
         self._waits: list[dict[str, Any]] = []  # jobs that wait for the GPU, as the agent told
-        self._came_back = False  # does `_active` run although a job does, and nobody here started it?
+        self._pids: set[tuple[str, int]] = set()  # of it: one that died and came back between two looks has others
+        self._meets_job = ""  # how `_active` came to run although a job does; "" when it does not, or was there first
         self._announced = ""  # the release that is in the log
         self._ledger = ledger
         self._handover: dict[str, Any] | None = None
         self._handover_until = 0.0  # monotonic
         self._stop_error: dict[str, Any] | None = None
+        self._untold = ""  # the engine that is gone, but whose stop was not proven: nobody was told
         self._retry_due = 0.0
         self._wake_until = 0.0  # while the box is being woken: until when that is waited for
         self._failures: dict[str, Failure] = {}
@@ -4390,7 +4417,7 @@ class Host:
             self._in_flight[engine] -= 1
             if engine == self._up:
                 self._last_ended = self._clock.monotonic()
-            if not self._in_flight[engine] and (self._queue or self._unload):
+            if not self._in_flight[engine] and (self._queue or self._unload or self._stop_error or self._releasing()):
                 self._changed.notify_all()
 
     def suspect(self, engine: str) -> None:
@@ -4586,6 +4613,8 @@ class Host:
     def reconfigure(self, config: HostConfig, proxy: ProxyConfig) -> None:
         """Take a new configuration; what runs is not touched."""
         with self._changed:
+            if self.config.job_queue is not None and (self.config.job_queue, self.config.engines) != (config.job_queue, config.engines):
+                self._remote.hang_up()  # the next line asks for what is now configured
             self.config, self.proxy = config, proxy
             self._remote.host = config
             self._managed = any(engine.managed for engine in config.engines.values())
@@ -4610,7 +4639,7 @@ class Host:
 
     def _releasing(self) -> bool:
         """Does a job wait for us? One whose blocker lives and is somebody else's waits for him."""
-        return self._came_back or any(not wait.get("foreign") for wait in self._waits)
+        return bool(self._meets_job) or any(not wait.get("foreign") for wait in self._waits)
 
     def _handing_over(self) -> bool:
         if self._handover is not None and self._clock.monotonic() >= self._handover_until:
@@ -4666,7 +4695,7 @@ class Host:
         return [ticket for ticket in self._queue if ticket.engine == engine]
 
     def _situation(self) -> Situation:
-        in_flight = self._in_flight.get(self._up or "", 0)
+        in_flight = self._in_flight.get(self._up or self._active or "", 0)  # one that is mute may serve all the same
         now = self._clock.monotonic()
         idle_since = now if in_flight else self._last_ended  # in flight: it cannot be idle for long enough before then
         return Situation(
@@ -4728,7 +4757,7 @@ class Host:
             self._change(step)
 
     def _held(self) -> GpuBusy:
-        why = "a job waits for it" if self._releasing() else "handed to a waiting bench job"
+        why = "handed to a waiting bench job" if self._handing_over() else "a job waits for it" if self._waits else "a bench job runs"
         return GpuBusy(f"host {self.config.name}: GPU is busy: {why}")
 
     def _ask(self, op: str, seconds: float, **more: Any) -> dict[str, Any]:
@@ -4778,16 +4807,22 @@ class Host:
 
     def follow(self) -> None:
         """Stay on the line with the box's agent, so that a waiting job is seen at once and not at the next tick: the body of a
-        thread of its own, for a host with a job queue. The tick stays as the net below."""
+        thread of its own. A host without a job queue has no line, until it is given one. The tick stays as the net below."""
         pause = 1.0
         while not self._closed:
+            if self.config.job_queue is None:
+                with self._changed:
+                    while self.config.job_queue is None and not self._closed:
+                        self._clock.wait(self._changed, NEVER)
+                continue
             begun = self._clock.monotonic()
             self._remote.follow(self._request("status"), lambda reply: self.poke())
             if self._clock.monotonic() - begun > 60.0:
                 pause = 1.0
+            until = self._clock.monotonic() + pause
             with self._changed:
-                if not self._closed:
-                    self._clock.wait(self._changed, pause)
+                while not self._closed and self._clock.monotonic() < until:
+                    self._clock.wait(self._changed, until - self._clock.monotonic())
             pause = min(60.0, pause * 2)
 
     def poke(self) -> None:
@@ -4806,7 +4841,7 @@ class Host:
         self.blocked = blocked
         self._active = None
         if blocked is None:
-            self._stop_error = None  # whatever survived a stop, it went down with the box
+            self._stop_error, self._retry_due = None, 0.0  # whatever survived a stop, it went down with the box
         self._looked()
         if not self._queue:
             self._wake_until = 0.0  # nobody waits for it any more
@@ -4849,16 +4884,19 @@ class Host:
             self.agent = {"version": reply.get("agent"), "sha256": reply.get("sha256")}
             self.gpu = reply.get("gpu")
             self._take_waits(reply)
-            self._take_active(reply)
         self._trusted = True
         if ready != self._up:
-            if self._up:
-                log(f"host {name}: engine {self._up} is gone: nobody here stopped it")
-                self._tell(self._up, "unloaded")
+            before = self._up or ""
+            if before and self._stop_error is None:
+                log(f"host {name}: engine {before} is gone: nobody here stopped it")
+                self._tell(before, "unloaded")
             if ready:
                 log(f"host {name}: engine {ready} runs already: taken over")
                 self._tell(ready, "loaded")
             self._now_up(ready, used=False)
+            if self._stop_error is not None:
+                self._untold = before  # until it is proven
+        if reply:
             self._take_active(reply)
 
     def _take_waits(self, reply: dict[str, Any]) -> None:
@@ -4867,18 +4905,28 @@ class Host:
 
     def _take_active(self, reply: dict[str, Any]) -> None:
         """Which engine of ours runs. One that nobody here started, and that appears while a job runs, came back by itself
-        (Restart=always, a timer): it is stopped again."""
+        (Restart=always, a timer): it is stopped again. One that was there before a line was lost is still the same."""
         active = reply.get("active") if reply.get("active") in self.config.engines else None
+        before = self._pids
+        self._take_pids(reply)
         if active is None:
-            self._came_back, self._announced = False, ""
-        elif self._heard and active not in (self._active, self._up) and any(owner.get("kind") == "job" for owner in self.owners):
-            self._came_back = True
+            self._announced = ""
+        if active is None or not self._job_runs():
+            self._meets_job = ""
+        elif self._heard and not self._pids & before:
+            self._meets_job = "came back while a bench job runs"
         self._active, self._heard = active, True
         text = self._release_text() if active and self._releasing() else ""
         if text and text != self._announced:
             self._announced = text
             log(f"{text}: refusing new work, the engine stops once idle")
             self._events.publish({"event": "release", "data": {"host": self.config.name, "engine": active}})
+
+    def _take_pids(self, reply: dict[str, Any]) -> None:
+        self._pids = {(str(reply.get("active")), pid) for pid in (reply.get("engine") or {}).get("pids") or ()}
+
+    def _job_runs(self) -> bool:
+        return any(owner.get("kind") == "job" for owner in self.owners)
 
     def foreign(self, reply: dict[str, Any]) -> list[dict[str, Any]]:
         """The owners that a reply names, and one for each guard that was asked for and not applied: an older agent drops a
@@ -4904,7 +4952,7 @@ class Host:
         self._active = engine
         self._unload = None
         self._last_ended = self._clock.monotonic()
-        self._in_use_until = self._retry_due = 0.0
+        self._in_use_until, self._untold = 0.0, ""
         self.since = self._clock.now()
 
     def _tell(self, engine: str, status: str, **more: Any) -> None:
@@ -4916,8 +4964,8 @@ class Host:
 
     def _change(self, step: Step) -> None:
         """Stop what is up, start what is wanted; first make sure that nobody beside us uses what is up."""
-        up = self._up
-        if up and self.api(up).in_use():
+        goes = self._up or (self._active if step.kind != "switch" else None)  # also one that is mute
+        if goes and self.api(goes).in_use():
             with self._changed:
                 self._in_use_until = self._clock.monotonic() + IN_USE_PAUSE
             return
@@ -4960,6 +5008,7 @@ class Host:
             self._start_failed(engine, error)
         else:
             log(f"host {name}: engine {engine} is ready")
+            self._note_stop(None)  # a stop that was not proven is not wanted any more, or was done by this start
             self._tell(engine, "loaded")
             with self._changed:
                 self._now_up(engine, used=True)
@@ -4993,6 +5042,7 @@ class Host:
             self._tell(before, "unloaded")
         with self._changed:
             self._up, self._active = None, engine
+            self._take_pids(reply)
             for ticket in self._waiting_for(engine):
                 ticket.committed = True
             self._changed.notify_all()
@@ -5010,7 +5060,7 @@ class Host:
                 self._check_process(engine)
             if ready:
                 return
-            if now - begun > timeout or self._unload == engine:
+            if (now - begun > timeout or self._unload == engine) and not self._in_flight.get(engine):
                 self._ask("stop", 300.0)
                 why = "it was unloaded" if self._unload == engine else f"not ready within {age(timeout)}"
                 raise EngineFailed(f"engine {engine}: {why}")
@@ -5027,7 +5077,11 @@ class Host:
             raise EngineFailed(f"whether engine {engine} still runs cannot be told: {text}")
         with self._changed:
             self._looked()
+            self.owners = self.foreign(reply)
             self._take_waits(reply)
+            self._take_pids(reply)
+            if self._job_runs():  # its runner saw nothing on the GPU yet
+                self._meets_job = "was started as a bench job was"
             if self._releasing():  # it is released once the plan sees it: those who wait for it come after the job
                 raise self._held()
         if reply.get("active") != engine or reply.get("state") == LEFT_OVER:
@@ -5056,8 +5110,8 @@ class Host:
 
     def _stop(self, engine: str) -> None:
         name = self.config.name
-        why = "asked to unload" if self._unload else f"idle for {age(self.proxy.idle_stop)}"
         if self._stop_error is None:
+            why = "asked to unload" if self._unload else f"idle for {age(self.proxy.idle_stop)}"
             log(f"host {name}: {why}: stopping engine {engine}")
         problem = self._stop_and_prove(engine)
         if problem is None:
@@ -5076,7 +5130,7 @@ class Host:
             entry = {"job": job, "since": timestamp(now), "until": timestamp(now + self.proxy.handover)}
             with self._changed:
                 self._handover, self._handover_until = entry, self._clock.monotonic() + self.proxy.handover
-                self._came_back, self._announced = False, ""
+                self._meets_job = self._announced = ""
             if self._ledger is not None:
                 self._ledger.put("handover", name, entry)
             self._events.publish({"event": "handover", "data": {"host": name, "engine": engine, **entry}})
@@ -5086,7 +5140,7 @@ class Host:
         """What the log says of this release, as in the seed's journal."""
         name = self.config.name
         if not self._waits:
-            return f"host {name}: engine {self._active} came back while a bench job runs"
+            return f"host {name}: engine {self._active} {self._meets_job}"
         wait = self._waits[0]
         held = f" (held by pid {wait['pid']})" if wait.get("pid") else ""
         return f"host {name}: bench job {wait['job']} waits for the GPU since {wait['since']}{held}"
@@ -5096,18 +5150,22 @@ class Host:
         try:
             reply = self._ask("stop", 900.0)
             problem = None if reply.get("ok") else str((reply.get("error") or {}).get("text"))
+            if problem is None and reply.get("active"):
+                problem = f"engine {reply['active']} runs after the stop: something started it"
         except (HostDown, HostBlocked, AgentError) as error:
             problem = str(error)
         with self._changed:
             self._unload = None
+            gone = {engine, self._untold} - {""}
             if problem is None:
                 self._now_up(None, used=False)
+                self._pids = set()
             else:
                 self._trusted = False
                 self._look_due = 0.0
                 self._last_ended = self._clock.monotonic()
-        if problem is None and engine:
-            self._tell(engine, "unloaded")
+        for each in sorted(gone) if problem is None else ():
+            self._tell(each, "unloaded")
         return problem
 
     def _note_stop(self, problem: str | None) -> None:
@@ -5116,10 +5174,11 @@ class Host:
         with self._changed:
             before, entry = self._stop_error, None
             if problem is not None:
-                since, attempts = (before["since"], before["attempts"]) if before else (now, 0)
-                entry = {"error": problem, "since": since, "last": now, "attempts": attempts + 1}
-                self._retry_due = self._clock.monotonic() + self.proxy.tick
+                attempts = (before or {}).get("attempts")
+                entry = {"error": problem, "since": (before or {}).get("since") or now, "last": now}
+                entry["attempts"] = attempts + 1 if isinstance(attempts, int) else 1
             self._stop_error = entry
+            self._retry_due = self._clock.monotonic() + self.proxy.tick if entry else 0.0
         if problem is not None and before is None:
             log(f"host {name}: the engine is not stopped: {problem}")
             self._events.publish({"event": "stop_error", "data": {"host": name, **(entry or {})}})
@@ -5602,7 +5661,7 @@ class Exchange:
             self.keep = False
             raise BadRequest(str(error)) from None
         except DeadlinePassed:
-            raise BadRequest("the request's body did not arrive in time") from None
+            raise RequestTimeout(part="body") from None
         except PeerGone:
             raise ClientGone() from None
         self.read_on = False
@@ -5625,6 +5684,8 @@ class Exchange:
             self.asked = asked_in_json(self.upload.data)
         elif self.method == "POST" and query_model is None:
             raise BadRequest("the request has no body")
+        if None not in (query_model, self.asked.model) and query_model != self.asked.model:
+            raise BadRequest("the request names two different models")
         route = self.proxy.route(self.asked.model if self.asked.model is not None else query_model)
         query = self.query
         if query_model is not None and route.upstream != route.model:
@@ -6031,8 +6092,16 @@ class Connection:
             import traceback
 
             log(f"internal error, this connection is closed: {traceback.format_exc()}")
-            return False
+            exchange.keep = False
+            self._refuse(exchange, GuardError("internal error, see the proxy's log"))
         return exchange.keep
+
+    @staticmethod
+    def _refuse(exchange: Exchange, error: GuardError) -> None:
+        try:
+            exchange.refuse(error)
+        except ClientGone:
+            pass
 
     def _head(self) -> str:
         """The next header block; "" when there is none, or when it was refused."""
@@ -6055,14 +6124,10 @@ class Connection:
         except PeerGone:
             return ""
         except DeadlinePassed:
-            error: GuardError = HeadTimeout()
+            error: GuardError = RequestTimeout(part="header")
         except HeadTooLarge as large:
             error = large
-        exchange = Exchange(self.proxy, wire, "")
-        try:
-            exchange.refuse(error)
-        except ClientGone:
-            pass
+        self._refuse(Exchange(self.proxy, wire, ""), error)
         return ""
 
 
@@ -6162,8 +6227,7 @@ class Proxy(socketserver.ThreadingTCPServer):
             remote = Remote(host_config, self.folder)
             hosts[name] = host = Host(host_config, config.proxy, remote, self.events, self.clock, ledger=self.ledger)
             threading.Thread(target=host.run, name="host " + name, daemon=True).start()
-            if host_config.job_queue is not None:
-                threading.Thread(target=host.follow, name="follow " + name, daemon=True).start()
+            threading.Thread(target=host.follow, name="follow " + name, daemon=True).start()
         for name, host in self.hosts.items():
             if hosts.get(name) is not host:
                 host.close()
@@ -6201,15 +6265,23 @@ class Proxy(socketserver.ThreadingTCPServer):
                 some = ", ".join(names[:5]) + (" …" if len(names) > 5 else "")
                 raise BadRequest(f"no model is named; there are {some}" if names else "no model is named, and none is known")
             model = names[0]
-        for learned in (False, True):
+        found = self.known(model)
+        if found is None:
             for host in self.hosts.values():
-                if learned:
-                    host.learn_running()
-                found = host.find(model)
-                if found:
-                    return Route(model, host, *found)
+                host.learn_running()
+            found = self.known(model)
+        if found is not None:
+            return found
         names = [name for host in self.hosts.values() for name in host.models()]
         raise UnknownModel(model=printable(model[:200]), hint=did_you_mean(model, names, 3))
+
+    def known(self, model: str) -> Route | None:
+        """Where a model lives, by what is known of it now."""
+        for host in self.hosts.values():
+            found = host.find(model)
+            if found:
+                return Route(model, host, *found)
+        return None
 
     # ----- the end
 
@@ -6427,13 +6499,9 @@ def upstream_view(exchange: Exchange) -> None:
     """/upstream/MODEL/REST: the rest of the path goes to the engine byte for byte, but cannot climb out of it."""
     raw = exchange.path[len("/upstream/"):]
     parts = raw.split("/")
-    for count in range(1, len(parts) + 1):
-        try:
-            route = exchange.proxy.route(unquote("/".join(parts[:count])))
-            break
-        except UnknownModel:
-            if count == len(parts):
-                raise
+    counts = range(len(parts), 0, -1)  # the longest name that is known: a model may be called org/name
+    count = next((n for n in counts if exchange.proxy.known(unquote("/".join(parts[:n])))), 1)
+    route = exchange.proxy.route(unquote("/".join(parts[:count])))
     rest = "/" + "/".join(parts[count:])
     if leaves(rest):
         raise BadRequest("the path leaves its engine")

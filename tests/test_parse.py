@@ -272,7 +272,8 @@ def test_a_form_of_two_models_or_without_a_boundary_is_a_bad_request():
 
 
 def test_a_field_without_an_end_of_its_head_has_no_value():
-    body = b'--XX\r\nContent-Disposition: form-data; name="model"\r\n\r\n--XX\r\nContent-Disposition: form-data; name="model"\r\n\r\nsmall\r\n--XX--'
+    head = b'--XX\r\nContent-Disposition: form-data; name="model"\r\n\r\n'
+    body = head + head + b"small\r\n--XX--"
     asked = asked_in_form(body, "multipart/form-data; boundary=XX")
     assert asked.model == "small" and [body[slice(*span)] for span in asked.spans] == [b"small"]
 
@@ -626,7 +627,8 @@ def test_a_base_url_without_v1_works_for_every_path_of_the_api(one, engine, path
 @pytest.mark.parametrize(
     "path",
     [
-        "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/rerank", "/v1/audio/speech", "/v1/images/edits",
+        "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/rerank", "/v1/audio/speech",
+        "/v1/images/edits",
         "/v1/messages", "/v1/messages/count_tokens", "/completion", "/infill", "/tokenize", "/apply-template", "/slots/0",
     ],
 )  # fmt: skip
@@ -839,7 +841,7 @@ def test_load_and_unload_need_an_admin_key(locked, path):
 
 @pytest.mark.parametrize("fields", [["Authorization: undefined"], ["Authorization: Bearer"], ["Authorization: Basic !!!"], []])
 def test_without_configured_keys_any_authorization_is_ignored(one, engine, fields):
-    page = b'{"messages":[{"role":"user","content":"good evening"}],"stream":true,"cache_prompt":true,"samplers":"kpmt","max_tokens":-1}'
+    page = b'{"messages":[{"role":"user","content":"good evening"}],"stream":true,"samplers":"kpmt","max_tokens":-1}'
     assert only(one, post("/v1/chat/completions", page, CLOSE, "Origin: http://127.0.0.1:8080", *fields)).status == 200
     assert Sent(engine.requests[0]).body == page
 
@@ -883,12 +885,18 @@ def test_of_several_models_none_is_guessed_and_all_are_named(two, engine, data):
         get("/props?x=1&model=small&y", CLOSE),
         get("/metrics?model=small", CLOSE),
         post("/v1/audio/transcriptions?model=small", b"", CLOSE),
-        post("/v1/chat/completions?model=other", CHAT, CLOSE),
+        post("/v1/chat/completions?model=small", CHAT, CLOSE),
     ],
 )
 def test_a_model_is_named_in_the_query_or_the_body(two, engine, data):
     assert only(two, data).status == 200
     assert len(engine.requests) == 1
+
+
+def test_a_query_and_a_body_that_name_two_models_are_refused(two, engine):
+    reply = only(two, post("/v1/chat/completions?model=other", CHAT, CLOSE))
+    assert (reply.status, reply.error["type"]) == (400, "invalid_request_error")
+    assert engine.requests == []
 
 
 def test_two_models_in_a_query_are_a_bad_request(two, engine):
