@@ -556,9 +556,13 @@ def remove_file(path: str) -> None:
 
 
 def sync_folder(path: str) -> None:
+    """So that a rename in it outlives a crash; where a file system cannot do that, it is not an error."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(handle)
 
@@ -3201,7 +3205,8 @@ class UnitEngine(Engine):
     def warnings(self) -> list[str]:
         """A unit that systemd starts again by itself comes back onto a GPU that was given away."""
         by = self.comes_back
-        return [f"engine {self.name}: {self.unit} is started again by {by}: it may come back onto a GPU that was given away"] if by else []
+        bites = f"{self.unit} is started again by {by}: it may come back onto a GPU that was given away"
+        return [f"engine {self.name}: {bites}"] if by else []
 
     @property
     def comes_back(self) -> str:
@@ -3683,9 +3688,18 @@ def read_stdin(seconds: float, limit: int, line: bool) -> bytes:
         ready, _, _ = select.select([0], [], [], max(0.0, deadline - time.monotonic()))
         piece = os.read(0, PIECE) if ready else b""
         data += piece
-        if not piece or (line and b"\n" in piece):
+        if not piece or (line and b"\n" in piece and _is_whole(data)):
             break
     return bytes(data)
+
+
+def _is_whole(data: bytes | bytearray) -> bool:
+    """Has all of a request come? It may stand on several lines."""
+    try:
+        json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def agent_main(folder: str, mode: str = "") -> int:
@@ -3917,7 +3931,8 @@ class Remote:
 
     def _swallowed(self) -> HostBlocked:
         """What was sent did not arrive: a `read` or `cat` in a start file took it."""
-        text = "what is sent to its agent is read by a start file of the login shell (~/.bashrc): have it leave where there is no terminal"
+        who = "a start file of the login shell (~/.bashrc)"
+        text = f"what is sent to its agent is read by {who}: have it leave where there is no terminal"
         return HostBlocked(problem=f"host {self.host.name}: {text}")
 
     def _failure(self, done: Finished, noise: int) -> GuardError:
@@ -4207,10 +4222,11 @@ def plan(now: Situation) -> Step:
     if wanted and wanted == now.up and not now.unload:
         return Step("grant", wanted)
     must_go = (now.release and (now.up or now.running or now.unfinished)) or (now.unfinished and not wanted)
-    may_go = now.up and (wanted or now.unload or now.now >= now.idle_due)
+    other = now.running if wanted != now.running else None  # it is mute: who knows whom it serves
+    may_go = (now.up and (wanted or now.unload or now.now >= now.idle_due)) or (wanted and other)
     if must_go or may_go:
         return _make_way(now, wanted)
-    if wanted and not now.waking and (not now.in_flight or wanted == now.running):
+    if wanted and not now.waking:
         return Step("switch", wanted)
     return Step("rest", until=min(now.look_due, now.idle_due if now.up else NEVER))
 
@@ -4444,6 +4460,10 @@ class Host:
             self._load_in_router(engine)
         except _Committed:
             pass
+        except BaseException:
+            with self._changed:
+                self._load_then.get(engine, set()).discard(upstream)
+            raise
 
     def _load_in_router(self, engine: str) -> None:
         with self._changed:
@@ -4908,7 +4928,8 @@ class Host:
         (Restart=always, a timer): it is stopped again. One that was there before a line was lost is still the same."""
         active = reply.get("active") if reply.get("active") in self.config.engines else None
         before = self._pids
-        self._take_pids(reply)
+        if active is None or not any(owner.get("kind") == "unknown" for owner in self.owners):
+            self._take_pids(reply)  # else whether a job runs cannot be told: the next look decides
         if active is None:
             self._announced = ""
         if active is None or not self._job_runs():
@@ -4964,7 +4985,7 @@ class Host:
 
     def _change(self, step: Step) -> None:
         """Stop what is up, start what is wanted; first make sure that nobody beside us uses what is up."""
-        goes = self._up or (self._active if step.kind != "switch" else None)  # also one that is mute
+        goes = self._up or (self._active if self._active != step.engine or step.kind != "switch" else None)  # also one that is mute
         if goes and self.api(goes).in_use():
             with self._changed:
                 self._in_use_until = self._clock.monotonic() + IN_USE_PAUSE
@@ -5061,7 +5082,8 @@ class Host:
             if ready:
                 return
             if (now - begun > timeout or self._unload == engine) and not self._in_flight.get(engine):
-                self._ask("stop", 300.0)
+                reply = self._ask("stop", 300.0)
+                self._note_stop(None if reply.get("ok") else str((reply.get("error") or {}).get("text")))
                 why = "it was unloaded" if self._unload == engine else f"not ready within {age(timeout)}"
                 raise EngineFailed(f"engine {engine}: {why}")
             with self._changed:
@@ -6766,7 +6788,8 @@ def _check_host(host: Host) -> tuple[int, str]:
             return 2, str(error)
         warnings += box.get("warnings", [])
         if host.noise:
-            warnings.append(f"the login shell prints {host.noise} bytes before the agent's answer (up to {size_text(MAX_NOISE)} are skipped)")
+            bound = size_text(MAX_NOISE)
+            warnings.append(f"the login shell prints {host.noise} bytes before the agent's answer (up to {bound} are skipped)")
         facts.append(f"engine {reply['active']} runs" if reply.get("active") else "no engine of ours runs")
         facts += ["held: " + printable(owner["text"]) for owner in host.foreign(reply)]
         if host.config.ssh is not None:

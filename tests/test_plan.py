@@ -64,10 +64,16 @@ instant = st.one_of(st.just(NEVER), st.floats(NOW - 50, NOW + 50), st.just(NOW))
 def situations(draw) -> Situation:
     """Anything that a host can be in."""
     up = draw(st.none() | engine)
-    in_flight = draw(st.integers(0, 3)) if up else 0
+    running = up or draw(st.none() | engine)
+    in_flight = draw(st.integers(0, 3)) if running else 0
     return Situation(
         now=NOW,
         up=up,
+        running=running,
+        release=draw(st.booleans()),
+        handover_until=draw(st.floats(NOW - 50, NOW + 50)),
+        unfinished=draw(st.booleans()),
+        retry_due=draw(st.floats(NOW - 50, NOW + 50)),
         in_flight=in_flight,
         queue=tuple(draw(st.lists(engine, max_size=5))),
         look_due=draw(instant),
@@ -84,8 +90,18 @@ anything = settings(max_examples=300, deadline=None)
 @anything
 @given(situations())
 def test_nothing_is_stopped_or_switched_while_a_request_is_in_flight(now):
-    if now.in_flight:
-        assert plan(now).kind not in ("stop", "switch")
+    step = plan(now)
+    if now.in_flight and step.kind in ("stop", "switch", "release"):
+        assert step.kind == "switch" and now.up is None and step.engine == now.running, "only what runs already may be started"
+
+
+@anything
+@given(situations())
+def test_nothing_is_granted_or_started_while_a_job_waits_or_was_handed_the_gpu(now):
+    if now.release or now.now < now.handover_until:
+        assert plan(now).kind not in ("grant", "switch")
+        if now.queue and now.now < now.look_due:
+            assert plan(now).kind == "hold", "and nobody is left waiting"
 
 
 @anything
@@ -109,9 +125,11 @@ def test_the_oldest_request_decides_what_is_started(now):
 def test_what_is_stopped_is_what_is_up_and_only_for_a_reason(now):
     step = plan(now)
     if step.kind == "stop":
-        assert step.engine == now.up
-        assert now.unload or now.now >= now.idle_due
-    if step.kind in ("stop", "switch") and now.up:
+        assert step.engine == (now.up or now.running or "")
+        assert now.unfinished or (now.up and (now.unload or now.now >= now.idle_due))
+    if step.kind == "release":
+        assert now.release and step.engine == (now.up or now.running or "")
+    if step.kind in ("stop", "switch", "release") and now.up:
         assert now.now >= now.in_use_until, "somebody else was using it a moment ago"
 
 
@@ -139,7 +157,8 @@ def test_a_rest_ends_in_the_future_and_only_nothing_to_wait_for_rests_for_ever(n
     assert step.until > now.now
     if step.until == NEVER:
         assert now.look_due == NEVER
-        assert now.in_flight or (not now.queue and not now.unload and now.idle_due == NEVER)
+        assert now.in_flight or (not now.queue and not now.unload and not now.unfinished and now.idle_due == NEVER)
+        assert now.in_flight or not (now.release and now.running)
 
 
 @anything
@@ -149,7 +168,7 @@ def test_a_rest_ends_when_the_plan_changes_by_itself_not_later(now):
     step = plan(now)
     if step.kind != "rest":
         return
-    moments = [now.look_due, now.idle_due, now.in_use_until, *(until for _, until in now.backoff)]
+    moments = [now.look_due, now.idle_due, now.in_use_until, now.retry_due, now.handover_until, *(until for _, until in now.backoff)]
     for moment in moments:
         if now.now < moment < step.until:
             assert plan(replace(now, now=moment)).kind == "rest"
@@ -167,7 +186,8 @@ def test_the_plan_is_a_function_of_the_situation_alone(now):
 @given(situations(), st.lists(engine, max_size=6))
 def test_everybody_who_waits_is_served_in_the_order_of_the_oldest_of_each_engine(now, newcomers):
     """Carry the plan out, with a newcomer before every step: each is granted, and no engine is switched to twice for the same queue."""
-    now = replace(now, look_due=NEVER, backoff=(), unload=False)
+    now = replace(now, look_due=NEVER, backoff=(), unload=False, release=False, handover_until=0.0, unfinished=False, running=now.up)
+    now = now if now.up else replace(now, in_flight=0)
     first = list(now.queue)
     switches: list[str] = []
     newcomers = list(newcomers)
@@ -182,9 +202,9 @@ def test_everybody_who_waits_is_served_in_the_order_of_the_oldest_of_each_engine
             switches.append(step.engine)
             if first:
                 assert step.engine == first[0], "a newcomer was served before somebody who waited already"
-            now = replace(now, up=step.engine, idle_due=NEVER)
+            now = replace(now, up=step.engine, running=step.engine, idle_due=NEVER)
         elif step.kind == "stop":
-            now = replace(now, up=None, idle_due=NEVER)
+            now = replace(now, up=None, running=None, idle_due=NEVER)
         elif now.in_flight:
             now = replace(now, in_flight=now.in_flight - 1)
         elif step.until == NEVER:

@@ -363,6 +363,8 @@ class Box:
             % (self.gpu_name, self.gpu_mib, uuid.uuid5(uuid.NAMESPACE_DNS, self.machine)))
         for name in ("device", "control", "seen"):
             lay(root / "var/lib/fakegpu" / name, "", 0o666)
+        # A box has an NVIDIA GPU when its driver is there. /dev is made anew at each boot.
+        lay(root / "etc/tmpfiles.d/fakegpu.conf", "f /dev/nvidiactl 0666\n")
         lay(root / "usr/local/bin/nvidia-smi", (HERE / "nvidia-smi").read_text(), 0o755)
         lay(root / "usr/local/bin/on-gpu", ON_GPU, 0o755)
         link(root / "usr/local/bin/llama-server", "/opt/llama/" + find_llama_server().name)
