@@ -1,5 +1,6 @@
 # make demo    the main job on a real small model
 # make test    all tests; needs Linux, and root for the parts that make network namespaces and mounts
+# make sim     the model of the hand-back, more of it: make sim N=1000000 SEED=20000
 # make lint    ruff and mypy on the one file
 # make bench   the proxy's hot path beside others, as ratios
 
@@ -11,7 +12,10 @@ demo:
 	$(PYTHON) examples/demo.py
 
 test: $(VENV)/ready
-	$(VENV)/bin/python -m pytest -q $(ARGS) tests
+	$(VENV)/bin/python -m pytest -q -n 3 --dist loadgroup $(ARGS) tests
+
+sim:
+	$(PYTHON) tests/sim.py $(or $(N),100000) $(or $(SEED),20000)
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check $(RUFF) llmguard.py
@@ -28,4 +32,4 @@ $(VENV)/ready: tests/requirements.txt
 clean:
 	rm -rf $(VENV) .demo
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test sim lint bench clean

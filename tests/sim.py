@@ -25,8 +25,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import llmguard  # noqa: E402
 from llmguard import (  # noqa: E402
-    NEVER, Agent, AgentError, Box, Device, Engine, EngineConfig, Events, GpuProcess, GpuReading, GuardError, Host, HostConfig,
-    HostDown, Lease, Ledger, Process, ProxyConfig, QueueReading, Ticket, Wait,
+    NEVER,
+    Agent,
+    AgentError,
+    Box,
+    Device,
+    Engine,
+    EngineConfig,
+    Events,
+    GpuProcess,
+    GpuReading,
+    GuardError,
+    Host,
+    HostConfig,
+    HostDown,
+    Lease,
+    Ledger,
+    Process,
+    ProxyConfig,
+    QueueReading,
+    Ticket,
+    Wait,
 )
 
 GIB = 1 << 30
@@ -91,6 +110,7 @@ class Unit:
     escaped: list[Process] = field(default_factory=list)  # the same, and left the unit's cgroup
     restarting: bool = False  # Restart=always, in its pause
     always: bool = False
+    by_us: bool = False
     ready_at: float = NEVER
     visible_at: float = NEVER  # when it shows on the GPU
 
@@ -576,7 +596,7 @@ class World:
         if by_us:
             self._check_start()
         elapsed = self.random.choice([0.0, 1.0, 3.0])
-        unit.restarting = False
+        unit.restarting, unit.by_us = False, by_us
         unit.main = self.box.spawn("llama-server")
         unit.visible_at = self.mono + elapsed
         unit.ready_at = unit.visible_at + self.random.choice([0.0, 2.0, 10.0, 10.0])
@@ -673,7 +693,7 @@ class World:
         for unit in self.units.values():
             if unit.main is not None and unit.visible_at <= checked:
                 self.fail("the runner broke its own rule")
-            if unit.main is not None and unit.ready_at > self.mono:
+            if unit.main is not None and unit.by_us and unit.ready_at > self.mono:
                 self._watch_overlap(unit, unit.main, job)
 
     def _watch_overlap(self, unit: Unit, engine: Process, job: Process) -> None:

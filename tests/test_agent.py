@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import LLMGUARD, PATIENCE, FakeClock, eventually, free_port
+from parts import LLMGUARD, PATIENCE, FakeClock, eventually, free_port
 
 import llmguard
 from llmguard import Agent, AgentError, Box, CommandEngine, Finished, UnitEngine, unit_of

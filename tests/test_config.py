@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from parts import ROOT
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import llmguard

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import PATIENCE, ROOT, FakeClock, eventually, free_port
+from parts import PATIENCE, ROOT, FakeClock, eventually, free_port
 from sim import PORTS, ToyAgent, ToyBox, Unit
 
 import llmguard

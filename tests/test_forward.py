@@ -14,7 +14,7 @@ import sys
 import threading
 
 import pytest
-from conftest import PATIENCE, Sent, Upstream, echo, eventually, free_port, raw, replies, url_config
+from parts import PATIENCE, Sent, Upstream, echo, eventually, free_port, raw, replies, url_config
 
 import llmguard
 

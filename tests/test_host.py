@@ -7,7 +7,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from conftest import PATIENCE, FakeClock, eventually
+from parts import PATIENCE, FakeClock, eventually
 
 import llmguard
 from llmguard import (

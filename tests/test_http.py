@@ -15,7 +15,7 @@ import time
 from collections import deque
 
 import pytest
-from conftest import PATIENCE, eventually, free_port
+from parts import PATIENCE, eventually, free_port
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

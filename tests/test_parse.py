@@ -15,7 +15,7 @@ import tempfile
 import threading
 
 import pytest
-from conftest import PATIENCE, Sent, Serving, Upstream, echo, eventually, raw, replies, url_config
+from parts import PATIENCE, Sent, Serving, Upstream, echo, eventually, raw, replies, url_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

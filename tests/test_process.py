@@ -15,7 +15,7 @@ import sys
 import threading
 
 import pytest
-from conftest import LLMGUARD, PATIENCE, Serving, StubEngine, ask, eventually, free_port, llama_command
+from parts import LLMGUARD, PATIENCE, Serving, StubEngine, ask, eventually, free_port, llama_command
 
 import llmguard
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 
 import pytest
-from conftest import PATIENCE, free_port, llama_command
+from parts import PATIENCE, free_port, llama_command
 
 VERSIONS = ["3.9", "3.10", "3.11", "3.12", "3.13", "3.14"]
 

@@ -14,8 +14,9 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from conftest import PATIENCE, ROOT, FakeClock, eventually
-from hypothesis import given, settings, strategies as st
+from parts import PATIENCE, ROOT, FakeClock, eventually
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sim import PORTS, ToyAgent, ToyBox, Unit
 
 import llmguard

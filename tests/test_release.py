@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import FakeClock, ask, eventually
+from parts import FakeClock, ask, eventually
 from sim import GIB, PORTS, ToyAgent, ToyBox, Unit
 
 import llmguard

@@ -8,7 +8,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import PATIENCE, Serving, Stream, ask, eventually, free_port
+from parts import PATIENCE, Serving, Stream, ask, eventually, free_port
 
 LONG = 400  # tokens of the deep model: a stream of some seconds
 

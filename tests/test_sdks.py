@@ -6,7 +6,7 @@ import re
 import socket
 
 import pytest
-from conftest import Serving, eventually, free_port, llama_command, missing
+from parts import Serving, eventually, free_port, llama_command, missing
 
 try:
     import anthropic

@@ -17,7 +17,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import PATIENCE, Serving, Stream, ask, eventually, free_port, llama_command
+from parts import PATIENCE, Serving, Stream, ask, eventually, free_port, llama_command
 
 LONG = 400  # tokens of the deep model: a stream of some seconds
 

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from conftest import PATIENCE, ROOT, FakeClock, missing
+from parts import PATIENCE, ROOT, FakeClock, missing
 from hypothesis import given, settings, strategies as st
 
 import llmguard

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import PATIENCE, ROOT, FakeClock, eventually
+from parts import PATIENCE, ROOT, FakeClock, eventually
 from hypothesis import given, strategies as st
 
 import llmguard
