@@ -2858,7 +2858,8 @@ def read_queue(box: Box, settings: QueueSettings) -> QueueReading:
     try:
         jobs = _jobs_in(running)
         changed = os.stat(running).st_mtime
-        folders = [settings.waiting] if settings.waiting else [name for name in ("waiting", "queue") if os.path.isdir(os.path.join(root, name))]
+        usual = [name for name in ("waiting", "queue") if os.path.isdir(os.path.join(root, name))]
+        folders = [settings.waiting] if settings.waiting else usual
         if not folders:
             raise FileNotFoundError(errno.ENOENT, "there is no waiting/ or queue/")
         waiting = {job for folder in folders for job in _jobs_in(os.path.join(root, os.path.expanduser(folder)))}
@@ -2869,7 +2870,8 @@ def read_queue(box: Box, settings: QueueSettings) -> QueueReading:
     try:
         waits, note = _outstanding(os.path.join(root, os.path.expanduser(settings.log)), waiting, re.compile(settings.pattern))
     except OSError as error:
-        return QueueReading(tuple(jobs), changed, problem=f"the log of job queue {settings.path} cannot be read: {error.strerror}")
+        problem = f"the log of job queue {settings.path} cannot be read: {error.strerror}"
+        return QueueReading(tuple(jobs), changed, problem=problem)
     return QueueReading(tuple(jobs), changed, tuple(waits), note=note)
 
 
@@ -2969,7 +2971,8 @@ def queue_owners(reading: QueueReading, settings: QueueSettings, now: float) -> 
     folder = os.path.join(settings.path, settings.running)
     if reading.problem:
         return [Owner("unknown", printable(reading.problem))]
-    owners = [Owner("job", printable(f"bench job {job} is in {folder}"), since=timestamp(reading.changed)) for job in reading.jobs]
+    since = timestamp(reading.changed)
+    owners = [Owner("job", printable(f"bench job {job} is in {folder}"), since=since) for job in reading.jobs]
     quiet = now - (reading.changed or 0.0)
     if quiet < settings.settle:  # a change "in the future" counts as just now
         text = f"bench job queue {folder} changed {age(quiet)} ago (the runner may start its next job)"
@@ -3620,7 +3623,8 @@ def follow(agent: Agent, ask: dict[str, Any], write: Callable[[dict[str, Any]], 
             seen = signs[0], [pid for pid in pids if agent.box.process(pid)]
             settling = next((owner for owner in reply.get("foreign", ()) if owner["kind"] == "settle"), None)
             settles = now + agent.settle(ask) if settling else 0.0
-            essence = [(owner["kind"], owner.get("pid"), owner["kind"] != "settle" and owner["text"]) for owner in reply.get("foreign", ())]
+            owners = reply.get("foreign", ())
+            essence = [(owner["kind"], owner.get("pid"), owner["kind"] != "settle" and owner["text"]) for owner in owners]
             if (essence, reply.get("bench_waits"), reply.get("active"), reply["ok"]) != told:
                 told = essence, reply.get("bench_waits"), reply.get("active"), reply["ok"]
                 write(reply)
@@ -3854,7 +3858,8 @@ class Remote:
 
     def _ssh_argv(self) -> list[str]:
         options = dict(SSH_OPTIONS, ControlPath=os.path.join(_socket_folder(), "%C"))
-        return ["ssh", "-T", *(word for option in options.items() for word in ("-o", "=".join(option))), "--", self.host.ssh or ""]
+        words = [word for option in options.items() for word in ("-o", "=".join(option))]
+        return ["ssh", "-T", *words, "--", self.host.ssh or ""]
 
     def install(self) -> dict[str, Any]:
         """Copy this very file to the box -> the reply of `receive`. An agent that is there takes it (also under a forced
@@ -3944,7 +3949,8 @@ class Remote:
             return AgentError("the agent did not answer in time" if done.code is None else f"the agent gave no reply: {what}")
         for pattern, advice in _SSH_TROUBLES:
             if re.search(pattern, errors):
-                return HostBlocked(problem=f"host {name}: " + advice.format(ssh=self.host.ssh, host=name, python=self.host.python))
+                told = advice.format(ssh=self.host.ssh, host=name, python=self.host.python)
+                return HostBlocked(problem=f"host {name}: {told}")
         if done.code is None:
             return HostDown(f"host {name} is down: no answer over ssh in time")
         if done.code == 255:
@@ -3971,10 +3977,12 @@ sys.exit(module.receive_main(lambda: b'{{"sha256": "{sha256}"}}\\n' + data))
 _SSH_TROUBLES = (
     (r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key verification failed",
      "its host key is not the known one: when that is right, `ssh-keygen -R` it and log in once by hand (ssh {ssh})"),
-    (r"Permission denied|Too many authentication failures", "ssh is refused: put this machine's key into authorized_keys of {ssh}"),
+    (r"Permission denied|Too many authentication failures",
+     "ssh is refused: put this machine's key into authorized_keys of {ssh}"),
     (r"can't open file|No such file or directory: '.*llmguard\.py'",
      "the agent is not installed on {host}: run `llmguard.py engine install {host}`"),
-    (r"needs Python 3\.9|future feature annotations is not defined", "{python} on it is too old: name a Python 3.9 or later (python = …)"),
+    (r"needs Python 3\.9|future feature annotations is not defined",
+     "{python} on it is too old: name a Python 3.9 or later (python = …)"),
     (r"(?i)not found|unknown command|no such file", "there is no {python} on it: install one, or name it (python = …)"),
 )
 
@@ -4237,12 +4245,12 @@ def _make_way(now: Situation, wanted: str) -> Step:
         return Step("rest", until=now.look_due)
     if now.now < now.in_use_until:
         return Step("rest", until=min(now.look_due, now.in_use_until))
+    if wanted and wanted != now.up and not now.release:
+        return Step("switch", wanted)
     if now.now < now.retry_due:
         return Step("rest", until=min(now.look_due, now.retry_due))
     if now.release:
         return Step("release", now.up or now.running or "")
-    if wanted and wanted != now.up:
-        return Step("switch", wanted)
     return Step("stop", now.up or now.running or "")
 
 
@@ -4633,7 +4641,8 @@ class Host:
     def reconfigure(self, config: HostConfig, proxy: ProxyConfig) -> None:
         """Take a new configuration; what runs is not touched."""
         with self._changed:
-            if self.config.job_queue is not None and (self.config.job_queue, self.config.engines) != (config.job_queue, config.engines):
+            followed = self.config.job_queue, self.config.engines
+            if self.config.job_queue is not None and followed != (config.job_queue, config.engines):
                 self._remote.hang_up()  # the next line asks for what is now configured
             self.config, self.proxy = config, proxy
             self._remote.host = config
@@ -4777,7 +4786,9 @@ class Host:
             self._change(step)
 
     def _held(self) -> GpuBusy:
-        why = "handed to a waiting bench job" if self._handing_over() else "a job waits for it" if self._waits else "a bench job runs"
+        why = "a job waits for it" if self._waits else "a bench job runs"
+        if self._handing_over():
+            why = "handed to a waiting bench job"
         return GpuBusy(f"host {self.config.name}: GPU is busy: {why}")
 
     def _ask(self, op: str, seconds: float, **more: Any) -> dict[str, Any]:
@@ -4985,7 +4996,9 @@ class Host:
 
     def _change(self, step: Step) -> None:
         """Stop what is up, start what is wanted; first make sure that nobody beside us uses what is up."""
-        goes = self._up or (self._active if self._active != step.engine or step.kind != "switch" else None)  # also one that is mute
+        goes = self._up or self._active  # also one that is mute
+        if goes == step.engine and step.kind == "switch":
+            goes = None  # it is waited for, not stopped
         if goes and self.api(goes).in_use():
             with self._changed:
                 self._in_use_until = self._clock.monotonic() + IN_USE_PAUSE
@@ -6904,7 +6917,8 @@ def engine_install_command(options: Any) -> int:
     reply = host.install()
     was = reply.get("before")
     before = "nothing was there" if not was else "the same was there" if was == reply["sha256"] else f"replaces {was[:12]}"
-    print(f"{host.config.name}: llmguard {__version__} {reply['sha256'][:12]} is at {reply['path']} ({before}); nothing was started")
+    copy = f"llmguard {__version__} {reply['sha256'][:12]}"
+    print(f"{host.config.name}: {copy} is at {reply['path']} ({before}); nothing was started")
     return 0
 
 
@@ -6917,7 +6931,8 @@ def engine_status_command(options: Any) -> int:
     if reply.get("active"):
         held = size_text(engine["gpu_bytes"]) if engine.get("gpu_bytes") is not None else "unknown"
         pids = ", ".join(map(str, engine.get("pids", [])))
-        print(f"{name}: engine {reply['active']} is {reply['state']} (pid {pids}), GPU memory {held}, RSS {size_text(engine.get('rss', 0))}")
+        memory = f"GPU memory {held}, RSS {size_text(engine.get('rss', 0))}"
+        print(f"{name}: engine {reply['active']} is {reply['state']} (pid {pids}), {memory}")
     else:
         print(f"{name}: no engine of ours runs")
     for owner in host.foreign(reply):
@@ -6935,7 +6950,8 @@ def engine_status_command(options: Any) -> int:
 def engine_start_command(options: Any) -> int:
     host = _host_of(options)
     if options.engine not in host.config.engines:
-        raise UsageError(f"host {host.config.name} has no engine {printable(options.engine)}{did_you_mean(options.engine, host.config.engines)}")
+        hint = did_you_mean(options.engine, host.config.engines)
+        raise UsageError(f"host {host.config.name} has no engine {printable(options.engine)}{hint}")
     host.start(options.engine)
     print(f"{host.config.name}: engine {options.engine} is started; it serves once it has loaded")
     return 0

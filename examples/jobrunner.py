@@ -3,7 +3,7 @@
 
     jobrunner.py [--jobs ~/jobs] [--every 10] [--once]
 
-A job is a shell script in ~/jobs/queue; it moves to running/, then to done/ or failed/, its output beside it as NAME.out. Jobs
+A job is a shell script in ~/jobs/queue; it moves to running/, then to done/ or failed/; its output is output/NAME.out. Jobs
 start in the order of their names, one at a time per lane: `gpu`, unless a line `# lane: cpu` stands in the script. A gpu job
 waits while any process is on the GPU; that is logged once per blocker, and llmguard stops its engine for it.
 
@@ -28,7 +28,7 @@ import subprocess
 import time
 from pathlib import Path
 
-FOLDERS = ("queue", "running", "done", "failed")
+FOLDERS = ("queue", "running", "done", "failed", "output")  # running/ holds scripts alone: each file there is a job
 
 
 def gpu_processes() -> list[tuple[int, str]]:
@@ -95,7 +95,7 @@ class Runner:
     def start(self, script: Path) -> None:
         running = self.jobs / "running" / script.name
         os.rename(script, running)
-        with open(running) as lock, open(f"{running}.out", "wb") as output:
+        with open(running) as lock, open(self.jobs / "output" / f"{script.name}.out", "wb") as output:
             fcntl.flock(lock, fcntl.LOCK_EX)
             argv = ["/bin/sh", str(running)]
             null = subprocess.DEVNULL
@@ -107,9 +107,7 @@ class Runner:
         job, begun = self.started.pop(script.name, (None, 0.0))
         code = job.wait() if job else None
         event = "done" if code == 0 else "failed"
-        for path in (script, Path(f"{script}.out")):
-            if path.exists():
-                os.rename(path, self.jobs / event / path.name)
+        os.rename(script, self.jobs / event / script.name)
         self.said = {words for words in self.said if words[1] != script.name}
         how = f"seconds={time.monotonic() - begun:.0f}" if job else "reason=the-runner-died"
         self.log(event, script.name, how)

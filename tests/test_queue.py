@@ -481,6 +481,9 @@ def test_each_change_of_the_queue_shows_in_its_signs_and_nothing_else_does(night
     assert changed()
     night.log(WAIT_LINE + "x")
     assert changed(), "as large as the one before, but another file"
+    night.log(WAIT_LINE + "y", "new")
+    os.replace(night.path / "new", night.path / "runner.log")
+    assert changed(), "as large and as old as the one before, in its very place"
     os.truncate(night.path / "runner.log", 0)
     assert changed()
     night.put("01.job", "running")
@@ -590,7 +593,7 @@ def test_a_gpu_job_waits_while_anybody_is_on_the_gpu_says_so_once_per_blocker_an
     assert jobs.log()[2:] == [f"gpu-wait 00-test.job pid={second} comm=sleep"]
     jobs.on_gpu()
     eventually(lambda: jobs.said("done"))
-    assert jobs.at("done") == ["00-test.job"] and (jobs.path / "done/00-test.job.out").read_text() == "hello\n"
+    assert jobs.at("done") == ["00-test.job"] and (jobs.path / "output/00-test.job.out").read_text() == "hello\n"
     assert jobs.read().waits == () and [line.split()[0] for line in jobs.log()[3:]] == ["start", "done"]
 
 
@@ -723,10 +726,6 @@ def test_a_crash_between_any_two_steps_of_the_runner_leaves_every_job_in_one_pla
     assert len(jobs.at("done") + jobs.at("failed")) == 1 and jobs.said("start") <= 1
 
 
-LEFT_OUTPUT = "jobrunner.py moves a script out of running/ before its output: a crash between the two leaves NAME.out there for ever"
-
-
-@pytest.mark.xfail(reason=LEFT_OUTPUT, strict=True)
 def test_a_crash_of_the_runner_leaves_nothing_in_running_that_would_hold_the_gpu_for_ever(jobs, runner, monkeypatch):
     for kill_at in range(9):
         jobs.put("00.job", "true\n")
@@ -744,7 +743,6 @@ def test_a_crash_of_the_runner_leaves_nothing_in_running_that_would_hold_the_gpu
                 (jobs.path / folder / name).unlink()
 
 
-@pytest.mark.xfail(reason="jobrunner.py keeps a job's output in running/, where each file is a job", strict=True)
 def test_a_running_job_is_one_owner_not_two(jobs):
     gate = jobs.gate()
     jobs.put("00.job", f"cat {gate}\n")

@@ -57,7 +57,7 @@ def test_twenty_hand_backs_under_traffic_cut_no_stream_and_start_nothing_in_fron
             streamed = time.monotonic()
         gone = moment("the engine's end", lambda: not box.unit_pids(MAINLINE))
         wait_for("the job's end", lambda job=job: f"done {job}" in box.read("jobs/runner.log"), 60.0)
-        assert box.read(f"jobs/done/{job}.out") == ""
+        assert box.read(f"jobs/output/{job}.out") == ""
         rows.append((job, gone - waits, gone - streamed if flowing else None))
     traffic.ended.set()
     traffic.join(60)
