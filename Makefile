@@ -12,7 +12,7 @@ demo:
 	$(PYTHON) examples/demo.py
 
 test: $(VENV)/ready
-	$(VENV)/bin/python -m pytest -q -n 3 --dist loadgroup $(ARGS) tests
+	$(VENV)/bin/python -m pytest -q -n 4 --dist loadgroup $(ARGS) tests
 
 sim:
 	$(PYTHON) tests/sim.py $(or $(N),100000) $(or $(SEED),20000)

@@ -94,8 +94,9 @@ def test_an_engine_that_runs_on_beside_the_proxy_is_stopped_only_when_nobody_use
 
 
 def test_a_failed_start_tells_the_units_last_words_and_is_answered_from_memory(operator, ready):
+    # It lives on for a moment: journald learns whose words they are from the process that said them.
     ready.write(".config/systemd/user/%s.service.d/lab.conf" % OTHER,
-                "[Service]\nExecStart=\nExecStart=/bin/sh -c 'echo no such layer >&2; exit 3'\n")
+                "[Service]\nExecStart=\nExecStart=/bin/sh -c 'echo no such layer >&2; sleep 0.5; exit 3'\n")
     ready.systemctl("daemon-reload")
     serving = operator.serve(ready)
     for _ in range(2):
