@@ -1,5 +1,6 @@
 # make demo    the main job on a real small model
 # make test    all tests; needs Linux, and root for the parts that make network namespaces and mounts
+# make lab     the tests with two booted machines alone, with what they measured
 # make sim     the model of the hand-back, more of it: make sim N=1000000 SEED=20000
 # make lint    ruff and mypy on the one file
 # make bench   the proxy's hot path beside others, as ratios
@@ -13,6 +14,9 @@ demo:
 
 test: $(VENV)/ready
 	$(VENV)/bin/python -m pytest -q -n 4 --dist loadgroup $(ARGS) tests
+
+lab: $(VENV)/ready
+	$(VENV)/bin/python -m pytest -q -s $(ARGS) tests/lab
 
 sim:
 	$(PYTHON) tests/sim.py $(or $(N),100000) $(or $(SEED),20000)

@@ -5,6 +5,7 @@
     llmguard.py serve             a proxy in front of your GPU boxes: it starts and stops engines, never takes a
                                   GPU that somebody else holds, never cuts a stream
     llmguard.py check             read the configuration, reach every host, one line each
+    llmguard.py status            what it does now, as one screen and one Nagios line
     llmguard.py model list        what can be asked for, and what is loaded
     llmguard.py model load NAME   start the engine of a model; `unload` stops it once nothing runs on it
 
@@ -16,11 +17,11 @@ The file reads downward; each section uses only sections above it:
      2  Small tools             durations, sizes, time, the log, JSON state files, locks that name their holder
      3  HTTP client             HTTP/1.1 syntax and one small keep-alive client on sockets
      4  Configuration           dataclasses; loading and checking, every error with its key path
-     5  The box                 reads only: processes and listening sockets, all under a root
+     5  The box                 reads only: processes, sockets, GPUs, the job queue, all under a root; the verdict
      6  Engines                 starts and stops them, and proves that they are gone
-     7  Agent                   one JSON request in, one JSON reply out
-     8  Remote                  runs the agent for a host
-     9  Host                    the state machine of one GPU: acquire, drain, switch, idle stop, ticks
+     7  Agent                   one JSON request in, one JSON reply out; --follow stays on the line
+     8  Remote                  runs the agent for a host, over ssh or here; deadlines; install
+     9  Host                    the state machine of one GPU: acquire, drain, switch, release, handover, idle stop, ticks
     10  Proxy                   the HTTP server: parse, authorise, route, forward, stream
     11  Views                   /status, /metrics, /v1/models, /models/sse, the page at /
     14  Command line            argparse, exit codes, main(argv)
@@ -4391,6 +4392,9 @@ class Host:
         self.last_tick: float | None = None
         self.last_request: float | None = None
         self.down_since: float | None = None
+        self._in_use_since = 0.0  # since when somebody beside us holds up what is to be done
+        self.held_up: str | None = None  # what holds things up for longer than drain_timeout
+        self.unit_state: str | None = None  # of the engine that runs, as the agent says: "running", "restarting (7 times)"
         self.blocked: str | None = None  # why the box, which answers, cannot be used
         self.owners: list[dict[str, Any]] = []
         self.agent: dict[str, Any] | None = None
@@ -4634,6 +4638,8 @@ class Host:
                 "last_tick": timestamp(self.last_tick),
                 "down_since": timestamp(self.down_since),
                 "problem": self.blocked,
+                "held_up": self.held_up,
+                "unit_state": self.unit_state,
                 "gpu": self.gpu,
                 "last_request": timestamp(self.last_request),
             }
@@ -4914,6 +4920,7 @@ class Host:
             self.owners = self.foreign(reply)
             self.agent = {"version": reply.get("agent"), "sha256": reply.get("sha256")}
             self.gpu = reply.get("gpu")
+            self.unit_state = reply.get("state")
             self._take_waits(reply)
         self._trusted = True
         if ready != self._up:
@@ -5000,10 +5007,10 @@ class Host:
         if goes == step.engine and step.kind == "switch":
             goes = None  # it is waited for, not stopped
         if goes and self.api(goes).in_use():
-            with self._changed:
-                self._in_use_until = self._clock.monotonic() + IN_USE_PAUSE
+            self._used_beside_us(goes)
             return
         with self._changed:
+            self._in_use_since, self.held_up = 0.0, None
             if plan(replace(self._situation(), look_due=NEVER)) != step:
                 return  # somebody was let in meanwhile, or gave up
             self._doing = ("starting" if step.kind == "switch" else "stopping", step.engine)
@@ -5019,6 +5026,21 @@ class Host:
             with self._changed:
                 self._doing = None
                 self._changed.notify_all()
+
+    def _used_beside_us(self, engine: str) -> None:
+        """Somebody works on an engine that is to go, and not through us: that is waited for, since to cut him is not ours to
+        decide; after drain_timeout the log and /status say what holds things up."""
+        with self._changed:
+            now = self._clock.monotonic()
+            if now > self._in_use_until + 10 * IN_USE_PAUSE:  # it was not asked for a while: another time
+                self._in_use_since, self.held_up = 0.0, None
+            self._in_use_until = now + IN_USE_PAUSE
+            self._in_use_since = self._in_use_since or now
+            waited = now - self._in_use_since
+            if waited < self.proxy.drain_timeout or self.held_up:
+                return
+            self.held_up = f"engine {engine} is to stop, and is still in use by somebody beside this proxy"
+        log(f"host {self.config.name}: {self.held_up}, for {age(waited)} now")
 
     def _switch(self, engine: str) -> None:
         name, before = self.config.name, self._up
@@ -6855,6 +6877,49 @@ class ProxyClient:
         return data
 
 
+def status_command(options: Any) -> int:
+    """One screen, its first line for Nagios: 0 all is well, 1 worth a look, 2 something is wrong, 3 nobody answers."""
+    try:
+        status = ProxyClient(options).ask("GET", "/status")
+    except GuardError as error:
+        print(f"UNKNOWN - {error}")
+        return 3
+    if options.json:
+        print(json.dumps(status, indent=1))
+    lines, worst, reasons = [], 0, []
+    for name, host in status["hosts"].items():
+        level, facts = _host_facts(host)
+        lines.append(printable(f"{name}: {'; '.join(facts)}"))
+        if level:
+            reasons.append(lines[-1])
+        worst = max(worst, level)
+    counts = f"{len(status['hosts'])} hosts, {len(status['models'])} models"
+    if not options.json:
+        print(f"{('OK', 'WARNING', 'CRITICAL')[worst]} - {reasons[0] if reasons else counts}")
+        print("\n".join(lines))
+    return worst
+
+
+def _host_facts(host: dict[str, Any]) -> tuple[int, list[str]]:
+    """(level, what there is to say) of one host of /status."""
+    facts = [host["state"] + (f", engine {host['engine']}" if host["engine"] else "")]
+    facts.append(f"{host['in_flight']} in flight, {host['queued']} queued")
+    level = 2 if host["state"] in ("down", "blocked") or host["stop_error"] or host["degraded"] else 0
+    if host["down_since"]:
+        facts.append(f"since {host['down_since']}" + (f": {host['problem']}" if host["problem"] else ""))
+    if host["stop_error"]:
+        error = host["stop_error"]
+        facts.append(f"a stop is not proven since {error.get('since')}, {error.get('attempts')} attempts: {error.get('error')}")
+    if host["handover"]:
+        facts.append(f"handed to {host['handover'].get('job') or 'a bench job'} until {host['handover'].get('until')}")
+    facts += [f"{wait['job']} waits for the GPU since {wait['since']}" for wait in host["waits"]]
+    facts += ["held: " + owner["text"] for owner in host["owners"] if owner.get("kind") != "wait"]
+    if host["held_up"]:
+        facts.append(host["held_up"])
+        level = max(level, 1)
+    return level, facts
+
+
 def model_list_command(options: Any) -> int:
     models = ProxyClient(options).models()
     width = max([len(model["id"]) for model in models] or [0])
@@ -6983,11 +7048,14 @@ def _parser() -> Any:
     serving.add_argument("--listen", metavar="HOST:PORT", help="instead of proxy.listen")
     serving.set_defaults(run=serve)
     commands.add_parser("check", parents=[common], help="read the configuration, reach every host").set_defaults(run=check)
-    model = commands.add_parser("model", help="list, load and unload models")
-    verbs = model.add_subparsers(dest="verb", metavar="list|load|unload", required=True)
     asking = argparse.ArgumentParser(add_help=False, parents=[common])
     asking.add_argument("--url", help="the proxy, http://HOST:PORT (default: proxy.listen)")
     asking.add_argument("--key", help="API key (default: $LLMGUARD_API_KEY, or from the configuration)")
+    status = commands.add_parser("status", parents=[asking], help="what the proxy does now; a Nagios line and exit code")
+    status.add_argument("--json", action="store_true", help="all of /status")
+    status.set_defaults(run=status_command)
+    model = commands.add_parser("model", help="list, load and unload models")
+    verbs = model.add_subparsers(dest="verb", metavar="list|load|unload", required=True)
     verbs.add_parser("list", parents=[asking], help="all models and their state").set_defaults(run=model_list_command)
     for verb, run_it, text in (
         ("load", model_load_command, "start the engine of a model"),

@@ -759,6 +759,22 @@ def test_whoever_uses_the_engine_beside_us_holds_its_stop_up(why):
         other.granted()
 
 
+def test_after_drain_timeout_the_log_and_the_status_say_what_holds_a_stop_up(lines):
+    bench = Bench(drain_timeout=60.0, tick=7200.0)
+    bench.serve_one("a")
+    bench.box.used_by_others = {"a"}
+    assert bench.host.unload("a", 0.0) is False
+    bench.pass_time(59)
+    assert bench.host.view()["held_up"] is None
+    bench.pass_time(60)
+    text = "engine a is to stop, and is still in use by somebody beside this proxy"
+    assert bench.host.view()["held_up"] == text and bench.box.running == "a"
+    assert len([line for line in lines if text in line]) == 1, "one line"
+    bench.box.used_by_others = set()
+    bench.pass_time(2)
+    assert bench.host.view()["held_up"] is None and bench.box.running is None
+
+
 def test_an_engine_in_use_is_not_asked_again_within_a_second():
     bench = Bench(tick=NEVER)
     bench.serve_one("a")

@@ -407,6 +407,40 @@ def test_model_list_load_and_unload_say_what_they_did(serve, config):
     assert "small  unloaded" in serving.cli("model", "list").stdout
 
 
+def test_status_is_one_screen_and_one_nagios_line(serve, config):
+    serving = serve(config)
+    said = serving.cli("status")
+    assert (said.returncode, said.stderr) == (0, "")
+    first, second = said.stdout.splitlines()
+    assert first == "OK - 1 hosts, 2 models" and second.startswith("here: off; 0 in flight, 0 queued")
+    assert json.loads(serving.cli("status", "--json").stdout)["hosts"]["here"]["state"] == "off"
+    serving.stop()
+    gone = serving.cli("status")
+    assert gone.returncode == 3 and gone.stdout.startswith("UNKNOWN - no proxy answers on http://127.0.0.1:")
+
+
+QUIET = {"state": "off", "engine": None, "in_flight": 0, "queued": 0, "owners": [], "waits": [], "handover": None, "stop_error": None}
+QUIET.update(degraded=False, down_since=None, problem=None, held_up=None)
+WAIT = {"job": "00-test.job", "since": "2026-10-25 16:57:34"}
+
+
+@pytest.mark.parametrize(
+    "more, level, says",
+    [
+        ({"state": "handover", "handover": {"job": "00-test.job", "until": "2026-10-25T15:58:08Z"}}, 0, "handed to 00-test.job until"),
+        ({"waits": [WAIT]}, 0, "00-test.job waits for the GPU since 2026-10-25 16:57:34"),
+        ({"stop_error": {"error": "pid 7 still runs", "since": "x", "attempts": 3}}, 2, "3 attempts: pid 7 still runs"),
+        ({"state": "down", "down_since": "2026-10-25T15:58:08Z"}, 2, "since 2026-10-25T15:58:08Z"),
+        ({"state": "blocked", "down_since": "x", "problem": "no python3 on it"}, 2, "no python3 on it"),
+        ({"owners": [{"kind": "process", "text": "python holds 4 GiB"}]}, 0, "held: python holds 4 GiB"),
+        ({"held_up": "engine a is in use"}, 1, "engine a is in use"),
+    ],
+)
+def test_status_tells_what_a_host_is_about_and_how_bad_that_is(more, level, says):
+    found, facts = llmguard._host_facts({**QUIET, **more})
+    assert found == level and any(says in fact for fact in facts)
+
+
 def test_model_load_of_an_unknown_model_names_the_nearest_and_exits_64(serve, config):
     said = serve(config).cli("model", "load", "smal")
     assert said.returncode == 64 and "did you mean small?" in said.stderr
