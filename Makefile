@@ -36,4 +36,4 @@ $(VENV)/ready: tests/requirements.txt
 clean:
 	rm -rf $(VENV) .demo
 
-.PHONY: demo test sim lint bench clean
+.PHONY: demo test lab sim lint bench clean

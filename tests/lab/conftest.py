@@ -16,13 +16,6 @@ LLMGUARD = Path(__file__).resolve().parents[2] / "llmguard.py"
 INSTALLED = ".local/share/llmguard/llmguard.py"
 
 
-def pytest_collection_modifyitems(items):
-    """There is one lab: its tests run one after the other, in one worker, while others run their own."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("lab"))
-
-
 @pytest.fixture(scope="session")
 def lab():
     """The two boxes, up; powered off at the end of the run. A test that needs a box as new asks for `a9` or `b3090`."""

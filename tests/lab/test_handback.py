@@ -4,8 +4,12 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from lab import wait_for
 from test_boxes_serving import MAINLINE, complete, stream
+
+pytestmark = pytest.mark.xdist_group("lab")  # there is one lab: its tests run in one worker
 
 RUNNER = Path(__file__).resolve().parents[2] / "examples" / "jobrunner.py"
 ROUNDS = 20

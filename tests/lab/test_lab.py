@@ -9,6 +9,8 @@ import time
 import pytest
 from lab import USERS, LabError, wait_for
 
+pytestmark = pytest.mark.xdist_group("lab")  # there is one lab: its tests run in one worker
+
 MAINLINE, OTHER = "llm-engine-mainline", "llm-engine-other"
 
 
