@@ -13,7 +13,8 @@ demo:
 	$(PYTHON) examples/demo.py
 
 test: $(VENV)/ready
-	$(VENV)/bin/python -m pytest -q -n 4 --dist loadgroup $(ARGS) tests
+	$(VENV)/bin/python -m pytest -q -n 3 $(ARGS) tests --ignore tests/lab
+	$(VENV)/bin/python -m pytest -q $(ARGS) tests/lab
 
 lab: $(VENV)/ready
 	$(VENV)/bin/python -m pytest -q -s $(ARGS) tests/lab

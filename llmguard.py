@@ -3284,7 +3284,9 @@ def prove_stopped(engines: Iterable[Engine], before: Iterable[Process], box: Box
     """
     engines, before = list(engines), list(before)
     gone = 0
-    for look in range(STOP_LOOKS):
+    for look in range(STOP_LOOKS + 1):
+        if look == STOP_LOOKS and not gone:
+            break
         if look:
             clock.sleep(1.0)
         left = next(filter(None, (engine.remains() for engine in engines)), None) or _survivor(before, box)
@@ -3440,7 +3442,7 @@ class Agent:
                 self._await_memory(ask, _ask_for(_dict(ask, "engines")[wanted.name], "vram", size, None), ours)
                 self._refuse_owners(ask, ours)  # a job may have taken what another engine of ours gave back
                 wanted.start()
-        return self.status(ask)
+            return self.status(ask)
 
     def _refuse_owners(self, ask: dict[str, Any], ours: set[int]) -> None:
         foreign, checked = self._owners(ask, self._gpus(ask), self.read_queue(ask), ours)
@@ -3452,6 +3454,8 @@ class Agent:
     def _await_memory(self, ask: dict[str, Any], vram: int | None, stopped: set[int]) -> None:
         """Until what was stopped has given its GPU memory back, `vram` bytes are free, and the reading stands still: an engine
         that starts into memory that still drains falls back to the CPU, silently and for good."""
+        ignored = ask.get("unexplained") == "ignore"
+        rest = sys.maxsize if ignored else max(1 << 30, _ask_for(ask, "owner_min", size, 0))
         before: GpuReading | None = None
         for look in range(DRAIN_LOOKS if stopped else SETTLE_LOOKS):
             if look:
@@ -3462,7 +3466,7 @@ class Agent:
             free = vram_free(reading, available_memory(self.box))
             enough = vram is None or free is None or free >= vram
             still = before is not None and [d.used for d in reading.devices] == [d.used for d in before.devices]
-            if enough and drained(reading, stopped) and (still or not stopped):
+            if enough and drained(reading, stopped, rest) and (still or not stopped):
                 return
             before = reading
         if vram is not None and not enough:
@@ -3473,7 +3477,7 @@ class Agent:
         """Stop every running engine of ours, and prove that it is gone."""
         with self._lock("stop", ask):
             self._stop(self._engines(ask).values())
-        return self.status(ask)
+            return self.status(ask)
 
     def _stop(self, engines: Iterable[Engine]) -> None:
         """Stop those that run, or of which something is left (a unit that failed with a stuck process), and prove it."""
@@ -3831,12 +3835,17 @@ class Remote:
             pass
         finally:
             _kill(line, "")
-            line.stdin.close()
+            try:
+                line.stdin.close()  # flushes what the other side did not take
+            except OSError:
+                pass
             line.stdout.close()
 
     def _read_lines(self, stream: int, told: Callable[[dict[str, Any]], None]) -> None:
         pending = b""
-        while select.select([stream], [], [], HEARTBEAT * 2.5)[0]:
+        poller = select.poll()  # select() takes no descriptor above 1023
+        poller.register(stream, select.POLLIN)
+        while poller.poll(HEARTBEAT * 2500):
             piece = os.read(stream, PIECE)
             if not piece or len(pending) > MAX_FILE:
                 return
@@ -3901,7 +3910,10 @@ class Remote:
         words += [word for port in ports for word in ("-L", f"{self.tunnel(port)}:127.0.0.1:{port}")]
         argv = ["ssh", "-T", *words, "--", self.host.ssh or "", "cat"]
         silent = subprocess.DEVNULL
-        self._tunnels = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=silent, stderr=silent)
+        try:
+            self._tunnels = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=silent, stderr=silent)
+        except OSError as error:
+            raise HostBlocked(problem=f"host {self.host.name}: ssh cannot be run: {error.strerror}") from None
 
     def close(self) -> None:
         """Let go of the box: the tunnels and the line to it end, what runs there runs on."""
@@ -3948,7 +3960,8 @@ class Remote:
         what = printable(done.complaint)
         if self.host.ssh is None:
             return AgentError("the agent did not answer in time" if done.code is None else f"the agent gave no reply: {what}")
-        for pattern, advice in _SSH_TROUBLES:
+        said_by_ssh = done.code in (None, 255)  # then it was no shell over there that said "not found"
+        for pattern, advice in _SSH_TROUBLES[:-1] if said_by_ssh else _SSH_TROUBLES:
             if re.search(pattern, errors):
                 told = advice.format(ssh=self.host.ssh, host=name, python=self.host.python)
                 return HostBlocked(problem=f"host {name}: {told}")
@@ -3989,12 +4002,17 @@ _SSH_TROUBLES = (
 
 
 def _socket_folder() -> str:
-    """A private folder for ssh's control sockets, short, since a socket's path ends at 108 bytes."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/llmguard-{os.getuid()}"
-    folder = os.path.join(runtime, "llmguard-ssh")
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-    if os.stat(folder).st_uid != os.getuid():
-        raise HostBlocked(problem=f"{folder} belongs to somebody else: ssh's control sockets cannot be kept there")
+    """A private folder for ssh's control sockets, short, since a socket's path ends at 108 bytes. Without a runtime folder it
+    lies right in /tmp, whose sticky bit keeps others from renaming it."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    folder = os.path.join(runtime, "llmguard-ssh") if runtime else f"/tmp/llmguard-ssh-{os.getuid()}"
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        found = os.lstat(folder)  # a link shows as open to all
+    except OSError as error:
+        raise HostBlocked(problem=f"{folder} cannot be used for ssh's control sockets: {error.strerror}") from None
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise HostBlocked(problem=f"{folder} is open to others: ssh's control sockets cannot be kept there")
     return folder
 
 
@@ -4085,6 +4103,11 @@ class Subscription:
         self._theirs.close()
 
 
+_AT_WORK = re.compile(  # llama.cpp's and vLLM's gauges
+    r"(?m)^\w+[:_](?:num_)?requests_(?:processing|deferred|running|waiting)(?:\{.*\})? ([0-9.]+)"
+)
+
+
 class EngineApi:
     """What a running model server can be asked over HTTP, whichever server it is."""
 
@@ -4098,7 +4121,11 @@ class EngineApi:
         """None when nobody answers."""
         try:
             return request(self.pool, method, path, body=body, key=self.key, seconds=seconds)
-        except (EngineLost, PeerGone, ProtocolError, BodyTooLarge):
+        except EngineLost as error:
+            if not error.fields.get("refused"):  # a line that is cut says nothing about who works there
+                raise DeadlinePassed("it cannot be reached") from None
+            return None
+        except (PeerGone, ProtocolError, BodyTooLarge):
             return None
 
     def ready(self) -> bool:
@@ -4140,7 +4167,7 @@ class EngineApi:
         if metrics is None or metrics.status != 200:
             return False
         text = metrics.body.decode("utf-8", "replace")
-        return any(float(n) > 0 for n in re.findall(r"(?m)^\w+[:_]requests_(?:processing|deferred)(?:\{.*\})? ([0-9.]+)", text))
+        return any(float(count) > 0 for count in _AT_WORK.findall(text))
 
     def models(self) -> list[dict[str, Any]] | None:
         """data[] of /v1/models; None when it does not say."""
@@ -4331,6 +4358,13 @@ class Ledger:
         return next((f"{file.path}: {file.problem}" for file in self._files.values() if file.problem), None)
 
 
+def stop_problem(reply: dict[str, Any]) -> str | None:
+    """What an agent's answer to `stop` leaves unproven; None when nothing of ours is left."""
+    if not reply.get("ok"):
+        return str((reply.get("error") or {}).get("text", "the agent refused"))
+    return f"engine {reply['active']} runs after the stop: something started it" if reply.get("active") else None
+
+
 @dataclass
 class Failure:
     """A start that failed, and how long it is answered from memory."""
@@ -4370,6 +4404,7 @@ class Host:
         self._in_use_until = 0.0
         self._active: str | None = None  # the engine that the agent saw running, ready or not
         self._heard = False  # has the agent been heard since this proxy began?
+        self._others: list[str] = []  # engines of ours that run beside `_active`
         self._waits: list[dict[str, Any]] = []  # jobs that wait for the GPU, as the agent told
         self._pids: set[tuple[str, int]] = set()  # of it: one that died and came back between two looks has others
         self._meets_job = ""  # how `_active` came to run although a job does; "" when it does not, or was there first
@@ -4543,8 +4578,8 @@ class Host:
             now = self._clock.monotonic()
             if now < self._learn_due.get(engine, 0.0):
                 return
-            self._learn_due[engine] = now + LEARN_PAUSE
             data = self.api(engine).models()
+            self._learn_due[engine] = self._clock.monotonic() + LEARN_PAUSE  # whoever waited meanwhile has this answer
             if data is not None:
                 self._learned[engine] = {entry["id"]: entry for entry in data}
 
@@ -4605,9 +4640,9 @@ class Host:
 
     def stop(self) -> None:
         """Have the agent stop every engine of ours; AgentError names what survived."""
-        reply = self._ask("stop", 900.0)
-        if not reply.get("ok"):
-            raise AgentError(str((reply.get("error") or {}).get("text", "the agent refused")))
+        problem = stop_problem(self._ask("stop", 900.0))
+        if problem is not None:
+            raise AgentError(problem)
 
     def install(self) -> dict[str, Any]:
         """Put this very file on the box."""
@@ -4701,7 +4736,7 @@ class Host:
                 self._clock.wait(self._changed, GLANCE)
             if ticket.granted or ticket.error:
                 return True
-            if not ticket.committed and self._clock.monotonic() >= ticket.deadline:
+            if not (ticket.committed or self._wake_until) and self._clock.monotonic() >= ticket.deadline:
                 text = f"still in other use after {age(self.proxy.queue_timeout)}"
                 self._settle([ticket], GpuBusy(f"host {self.config.name}: GPU is busy: {text}"))
                 return True
@@ -4730,7 +4765,8 @@ class Host:
         return [ticket for ticket in self._queue if ticket.engine == engine]
 
     def _situation(self) -> Situation:
-        in_flight = self._in_flight.get(self._up or self._active or "", 0)  # one that is mute may serve all the same
+        engines = self.config.engines  # a stop stops them all: one that is mute, or runs beside `_up`, may serve all the same
+        in_flight = sum(count for name, count in self._in_flight.items() if name in engines and engines[name].managed)
         now = self._clock.monotonic()
         idle_since = now if in_flight else self._last_ended  # in flight: it cannot be idle for long enough before then
         return Situation(
@@ -4766,12 +4802,12 @@ class Host:
 
     def close(self) -> None:
         """End the thread; what runs on the box runs on."""
-        self._remote.close()
         with self._changed:
             self._closed = True
             for ticket in list(self._queue):
                 self._settle([ticket], self._left(ticket.engine))
             self._changed.notify_all()
+        self._remote.close()
 
     def turn(self) -> None:
         """One step of the plan, or a rest until something changes."""
@@ -4817,9 +4853,9 @@ class Host:
         """The tick: what runs there, and who else holds the GPU?"""
         reply: dict[str, Any] = {}
         trouble = None
-        if self.config.tunnel and self.config.ssh:
-            self._remote.open_tunnels(engine.port or 0 for engine in self.config.engines.values() if engine.managed)
         try:
+            if self.config.tunnel and self.config.ssh:
+                self._remote.open_tunnels(engine.port or 0 for engine in self.config.engines.values() if engine.managed)
             reply = self.status() if self._managed else {}
         except (HostDown, HostBlocked, AgentError) as error:
             trouble = error
@@ -4853,7 +4889,12 @@ class Host:
                         self._clock.wait(self._changed, NEVER)
                 continue
             begun = self._clock.monotonic()
-            self._remote.follow(self._request("status"), lambda reply: self.poke())
+            try:
+                self._remote.follow(self._request("status"), lambda reply: self.poke())
+            except Exception:
+                import traceback
+
+                log(f"host {self.config.name}: the line to its agent failed, trying again: {traceback.format_exc()}")
             if self._clock.monotonic() - begun > 60.0:
                 pause = 1.0
             until = self._clock.monotonic() + pause
@@ -4898,8 +4939,6 @@ class Host:
             log(f"host {self.config.name}: asked for while down: waking {self.config.mac}")
             send_magic_packet(self.config.mac)
             self._wake_until = now + self.proxy.queue_timeout
-        for ticket in self._queue:
-            ticket.committed = True
         self._look_due = now + WAKE_PAUSE
         self._up, self._trusted = None, False
         return True
@@ -4955,6 +4994,7 @@ class Host:
         elif self._heard and not self._pids & before:
             self._meets_job = "came back while a bench job runs"
         self._active, self._heard = active, True
+        self._others = [name for name in reply.get("others") or () if name in self.config.engines]
         text = self._release_text() if active and self._releasing() else ""
         if text and text != self._announced:
             self._announced = text
@@ -4989,7 +5029,8 @@ class Host:
             self._used = engine if used else None
         self._failures.pop(engine or "", None)
         self._active = engine
-        self._unload = None
+        if engine is None or self._unload != engine:
+            self._unload = None  # one that was asked for while it started still holds
         self._last_ended = self._clock.monotonic()
         self._in_use_until, self._untold = 0.0, ""
         self.since = self._clock.now()
@@ -5006,9 +5047,10 @@ class Host:
         goes = self._up or self._active  # also one that is mute
         if goes == step.engine and step.kind == "switch":
             goes = None  # it is waited for, not stopped
-        if goes and self.api(goes).in_use():
-            self._used_beside_us(goes)
-            return
+        for engine in dict.fromkeys(filter(None, (goes, *self._others))):
+            if (engine != step.engine or step.kind != "switch") and self.api(engine).in_use():
+                self._used_beside_us(engine)
+                return
         with self._changed:
             self._in_use_since, self.held_up = 0.0, None
             if plan(replace(self._situation(), look_due=NEVER)) != step:
@@ -5117,8 +5159,7 @@ class Host:
             if ready:
                 return
             if (now - begun > timeout or self._unload == engine) and not self._in_flight.get(engine):
-                reply = self._ask("stop", 300.0)
-                self._note_stop(None if reply.get("ok") else str((reply.get("error") or {}).get("text")))
+                self._note_stop(stop_problem(self._ask("stop", 300.0)))
                 why = "it was unloaded" if self._unload == engine else f"not ready within {age(timeout)}"
                 raise EngineFailed(f"engine {engine}: {why}")
             with self._changed:
@@ -5205,10 +5246,7 @@ class Host:
     def _stop_and_prove(self, engine: str) -> str | None:
         """Have the agent stop all of ours; what was left, or None when it is proven that nothing is."""
         try:
-            reply = self._ask("stop", 900.0)
-            problem = None if reply.get("ok") else str((reply.get("error") or {}).get("text"))
-            if problem is None and reply.get("active"):
-                problem = f"engine {reply['active']} runs after the stop: something started it"
+            problem = stop_problem(self._ask("stop", 900.0))
         except (HostDown, HostBlocked, AgentError) as error:
             problem = str(error)
         with self._changed:
@@ -6332,6 +6370,11 @@ class Proxy(socketserver.ThreadingTCPServer):
         names = [name for host in self.hosts.values() for name in host.models()]
         raise UnknownModel(model=printable(model[:200]), hint=did_you_mean(model, names, 3))
 
+    def needs_admin(self, path: str) -> bool:
+        """Would that path, were it ours, take an admin key?"""
+        entries = [entry for name, entry in self.own.items() if name == path or (name[-1] == "*" and path.startswith(name[:-1]))]
+        return any(admin for entry in entries for _, admin in entry.values())
+
     def known(self, model: str) -> Route | None:
         """Where a model lives, by what is known of it now."""
         for host in self.hosts.values():
@@ -6562,6 +6605,8 @@ def upstream_view(exchange: Exchange) -> None:
     rest = "/" + "/".join(parts[count:])
     if leaves(rest):
         raise BadRequest("the path leaves its engine")
+    if exchange.proxy.needs_admin(tidy_path(rest)):
+        exchange.authorise(True)  # an engine that is a router knows the same words
     if exchange.upload and exchange.upload.data[:1] == b"{":
         try:
             exchange.asked = replace(asked_in_json(exchange.upload.data), spans=())
@@ -6771,6 +6816,9 @@ def _listen_option(text: str) -> tuple[str, int]:
 
 
 def _reload(proxy: Proxy, options: Any) -> None:
+    if config_path(options.config) is None:  # looking at the usual ports again would find this proxy
+        log("there is no configuration file to read again: what was found at the start stays")
+        return
     try:
         config = the_config(options)
     except ConfigError as error:

@@ -5,8 +5,6 @@ import re
 import pytest
 from lab import wait_for
 
-pytestmark = pytest.mark.xdist_group("lab")  # there is one lab: its tests run in one worker
-
 MAINLINE, OTHER = "llm-engine-mainline", "llm-engine-other"
 
 

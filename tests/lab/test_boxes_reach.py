@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from lab import wait_for
 
-pytestmark = pytest.mark.xdist_group("lab")  # there is one lab: its tests run in one worker
-
 LLMGUARD = Path(__file__).resolve().parents[2] / "llmguard.py"
 INSTALLED = ".local/share/llmguard/llmguard.py"
 

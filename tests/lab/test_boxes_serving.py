@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from lab import wait_for
 
-pytestmark = pytest.mark.xdist_group("lab")  # there is one lab: its tests run in one worker
-
 MAINLINE, OTHER = "llm-engine-mainline", "llm-engine-other"
 OLDER_AGENT = Path(__file__).with_name("older_agent.py")
 INSTALLED = ".local/share/llmguard/llmguard.py"

@@ -9,8 +9,6 @@ import pytest
 from lab import wait_for
 from test_boxes_serving import MAINLINE, complete, stream
 
-pytestmark = pytest.mark.xdist_group("lab")  # there is one lab: its tests run in one worker
-
 RUNNER = Path(__file__).resolve().parents[2] / "examples" / "jobrunner.py"
 ROUNDS = 20
 JOB = """#!/bin/sh

@@ -9,8 +9,6 @@ import time
 import pytest
 from lab import USERS, LabError, wait_for
 
-pytestmark = pytest.mark.xdist_group("lab")  # there is one lab: its tests run in one worker
-
 MAINLINE, OTHER = "llm-engine-mainline", "llm-engine-other"
 
 
