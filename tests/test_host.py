@@ -786,6 +786,37 @@ def test_an_engine_in_use_is_not_asked_again_within_a_second():
     assert len(asked) == 11 and all(b - a >= 1.0 for a, b in zip(asked, asked[1:]))
 
 
+def test_a_stream_on_one_engine_outlives_another_that_somebody_started_beside_it():
+    """The agent stops every engine of ours in one go, so all that runs on any of them counts."""
+    bench = Bench(idle_stop=60.0, tick=30.0)
+    bench.serve_one("a")
+    streaming = bench.client("a")
+    bench.settle()
+    streaming.granted()
+    beside = {"ok": True, "agent": "0.1.0", "sha256": "abc", "checked": GUARDS, "foreign": [], "active": "b", "state": "running",
+              "others": ["a"], "engine": {"pids": [7], "port": "ours"}, "bench_waits": [{"job": "00.job", "since": "now"}]}
+    bench.box.script["status"] = [beside] * 40
+    bench.pass_time(300)
+    assert ("stop", "") not in bench.box.calls
+    streaming.done()
+
+
+def test_a_user_beside_us_on_a_second_engine_holds_the_stop_of_both_up():
+    bench = Bench(tick=30.0)
+    bench.serve_one("a")
+    beside = {"ok": True, "agent": "0.1.0", "sha256": "abc", "checked": GUARDS, "foreign": [], "active": "a", "state": "running",
+              "others": ["b"], "engine": {"pids": [4242], "port": "ours"}}
+    bench.box.script["status"] = [beside] * 40
+    bench.box.used_by_others = {"b"}
+    bench.pass_time(30)
+    bench.host.unload("a", 0.0)
+    bench.pass_time(120)
+    assert ("stop", "") not in bench.box.calls
+    bench.box.used_by_others = set()
+    bench.pass_time(2)
+    assert ("stop", "") in bench.box.calls
+
+
 # ----- down and up again
 
 

@@ -833,7 +833,10 @@ def test_only_the_page_and_health_need_no_key(locked, path, status):
     assert only(locked, get(path, CLOSE)).status == status
 
 
-@pytest.mark.parametrize("path", ["/models/load", "/models/unload", "/api/models/unload", "/api/models/unload/small"])
+ADMIN_PATHS = ["/models/load", "/models/unload", "/api/models/unload", "/api/models/unload/small"]
+
+
+@pytest.mark.parametrize("path", [*ADMIN_PATHS, *("/upstream/small" + path for path in ADMIN_PATHS), "/upstream/small//models/unload/"])
 def test_load_and_unload_need_an_admin_key(locked, path):
     assert only(locked, post(path, b'{"model":"unknown"}', CLOSE, "x-api-key: test-key")).status == 401
     assert only(locked, post(path, b'{"model":"unknown"}', CLOSE, "x-api-key: admin-key")).status != 401
