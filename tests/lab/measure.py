@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 
-from parts import INSTALLED, LLMGUARD, Operator
+from conftest import INSTALLED, LLMGUARD, Operator
 from lab import Lab, LabError
 
 ROUNDS = 15
