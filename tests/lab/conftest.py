@@ -63,7 +63,7 @@ class Operator:
 
     def close(self):
         self.close_masters()
-        shutil.rmtree(self.runtime)
+        shutil.rmtree(self.runtime, ignore_errors=True)  # a proxy that still runs may log in anew meanwhile
 
     def host(self, box, **more):
         """The configuration of a box, with its two engines."""
