@@ -753,3 +753,30 @@ def test_a_running_job_is_one_owner_not_two(jobs):
     assert found == ("00.job",)
 
 
+
+
+# ----- the owner command, for other queues
+
+
+def owners_by(tmp_path, *argv: str) -> tuple[list[tuple[str, str]], list[str]]:
+    """What a status says of the owners that a command names: (kind, text) of each, and the guards applied."""
+    box = llmguard.Box(str(tmp_path))
+    (tmp_path / "proc").mkdir(exist_ok=True)
+    reply = llmguard.Agent(str(tmp_path / "state"), box).answer({"op": "status", "engines": {}, "owner_check": list(argv)})
+    return [(owner["kind"], owner["text"]) for owner in reply["foreign"]], reply["checked"]
+
+
+def test_each_line_of_the_owner_command_is_an_owner(tmp_path):
+    said, checked = owners_by(tmp_path, "printf", "slurm job 7 of ann\\n\\nslurm job 8 of \\033[1mbob\\n")
+    assert said == [("check", "slurm job 7 of ann"), ("check", "slurm job 8 of \\x1b[1mbob")]
+    assert "owner_check" in checked
+
+
+def test_an_owner_command_that_prints_nothing_names_nobody(tmp_path):
+    assert owners_by(tmp_path, "true")[0] == []
+
+
+@pytest.mark.parametrize("argv", [["false"], ["sh", "-c", "echo fine; echo down >&2; exit 3"], ["no-such-program-here"]])
+def test_an_owner_command_that_fails_is_unknown_and_unknown_is_an_owner(tmp_path, argv):
+    said, checked = owners_by(tmp_path, *argv)
+    assert [kind for kind, _ in said] == ["unknown"] and "owner_check" in said[0][1] and "owner_check" in checked
