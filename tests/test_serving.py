@@ -95,6 +95,7 @@ def in_background(function, *args):
 
 PASSING = re.compile(
     rb'"(?:id|created|created_at|completed_at|item_id)":(?:"[^"]*"|\d+)|"timings":\{[^}]*\}'  # differ from answer to answer
+    rb'|"(?:cache_read_input_tokens|input_tokens|cached_tokens)":\d+'  # /v1/messages drops cache_prompt: what a slot still knows
 )
 
 PROMPT = {"temperature": 0, "seed": 7, "cache_prompt": False}
