@@ -1836,7 +1836,7 @@ class Memory:
 class Box:
     """The machine that this process runs on, read through /proc and /sys below `root`."""
 
-    TCP_LISTEN = "0A"
+    TCP_ESTABLISHED, TCP_LISTEN = "01", "0A"
 
     def __init__(self, root: str = "/") -> None:
         self.root = root
@@ -1901,11 +1901,19 @@ class Box:
 
     def listeners(self, port: int) -> list[int]:
         """The inodes of the sockets that listen on a TCP port, IPv4 and IPv6."""
+        return self._sockets(port, self.TCP_LISTEN)
+
+    def connections(self, port: int) -> int:
+        """How many connections to a TCP port of this box stand."""
+        return len(self._sockets(port, self.TCP_ESTABLISHED))
+
+    def _sockets(self, port: int, state: str) -> list[int]:
+        """The inodes of the TCP sockets of a local port that are in a state, IPv4 and IPv6: proc(5), /proc/net/tcp."""
         inodes = []
         for table in ("proc/net/tcp", "proc/net/tcp6"):
             for line in (self.read(table) or "").splitlines()[1:]:
                 words = line.split()
-                if words[3] == self.TCP_LISTEN and int(words[1].rpartition(":")[2], 16) == port:
+                if words[3] == state and int(words[1].rpartition(":")[2], 16) == port:
                     inodes.append(int(words[9]))
         return inodes
 
@@ -1954,6 +1962,29 @@ def run_tool(argv: list[str], seconds: float) -> tuple[int | None, str, str]:
     if done.code is None:
         return KILLED, out, f"{argv[0]} {done.problem} ({age(seconds)})"
     return done.code, out, err
+
+
+CALM = 35.0  # seconds of silence after which a connection is idle: llama-server's pings on a silent stream come every 30
+
+
+def connections_at_work(box: Box, run: Run, port: int) -> int | None:
+    """Connections to a port at whose other end somebody waits: they carried something a moment ago, or what came in last is not
+    answered yet (a long prefill). None: there are connections, and what they do can't be told.
+
+    By iproute2's ss, whose `lastsnd:MS` and `lastrcv:MS` are left out when 0.
+    """
+    if not box.connections(port):
+        return 0
+    code, out, _ = run(["ss", "-Htin", "state", "established", f"( sport = :{port} )"], 5.0)
+    if code != 0:
+        return None
+    busy = 0
+    for line in out.splitlines():
+        if line[:1].isspace():  # what is known of the socket in the line above
+            since = {key: int(ms) for key, ms in re.findall(r"\b(lastsnd|lastrcv):(\d+)", line)}
+            sent, received = since.get("lastsnd", 0), since.get("lastrcv", 0)
+            busy += received < sent or ("bytes_acked:" in line and sent < 1000 * CALM)
+    return busy
 
 
 def _left_behind(box: Box, name: str, seconds: float) -> Process | None:
@@ -2992,6 +3023,7 @@ def queue_owners(reading: QueueReading, settings: QueueSettings, now: float) -> 
 
 STOP_LOOKS = 11  # one second apart: a GPU process that survives that is an error
 TERM_GRACE = 10.0  # seconds between SIGTERM and SIGKILL for a plain command
+RUNNING = "running"
 LEFT_OVER = "left over"  # the state of an engine whose main process ended and left others behind, which may hold the GPU
 
 
@@ -3036,8 +3068,12 @@ class Engine:
 
     @property
     def state(self) -> str:
-        """'off' or 'running'; a unit tells more."""
-        return "running" if self.processes() else "off"
+        """'off' or RUNNING; a unit tells more."""
+        return RUNNING if self.processes() else "off"
+
+    def look(self) -> tuple[str, int]:
+        """Its state, and how often it was started again by itself since somebody started it."""
+        return self.state, 0
 
     def remains(self) -> str | None:
         """What is still there after a stop, as a sentence; None when all of it is gone."""
@@ -3082,7 +3118,7 @@ class CommandEngine(Engine):
         if not processes:
             return "off"
         leads = any(process.pid == process.session for process in processes)
-        return "running" if leads or self.box.listeners(self.port) else LEFT_OVER
+        return RUNNING if leads or self.box.listeners(self.port) else LEFT_OVER
 
     def start(self) -> None:
         """AgentError when the program cannot be run at all; whether it then serves is not known here."""
@@ -3123,7 +3159,10 @@ class CommandEngine(Engine):
     def warnings(self) -> list[str]:
         import shutil
 
-        return [] if shutil.which(self.command[0]) else [f"engine {self.name}: there is no program {self.command[0]} here"]
+        if not shutil.which(self.command[0]):
+            return [f"engine {self.name}: there is no program {self.command[0]} here"]
+        by = restart_policy(self.command)
+        return [f"engine {self.name}: docker starts it again by {by}, also onto a GPU that was given away"] if by else []
 
     def _signal(self, number: int) -> None:
         for process in self.processes():
@@ -3141,6 +3180,13 @@ class CommandEngine(Engine):
         except OSError:
             return []
         return [line for line in text.splitlines() if line.strip()][-lines:]
+
+
+def restart_policy(argv: Iterable[str]) -> str:
+    """The option of a `docker run` or `podman run` that has the container started again after it ended or the machine
+    started; "" where there is none."""
+    found = re.search(r"--restart[= ](always|unless-stopped)\b", " ".join(argv))
+    return found[0] if found else ""
 
 
 def unit_of(cgroup: str, uid: int) -> tuple[str, str] | None:
@@ -3185,36 +3231,42 @@ class UnitEngine(Engine):
         return found
 
     def show(self) -> dict[str, str]:
-        """systemctl show: LoadState, ActiveState, SubState, NRestarts, Result, Restart, TriggeredBy. AgentError when there is no
-        such unit."""
-        names = "LoadState,ActiveState,SubState,NRestarts,Result,Restart,TriggeredBy"
+        """systemctl show: LoadState, ActiveState, SubState, NRestarts, Result, Restart, TriggeredBy, ExecStart."""
+        names = "LoadState,ActiveState,SubState,NRestarts,Result,Restart,TriggeredBy,ExecStart"
         done = self._systemctl("show", "-p", names, self.unit, seconds=20.0)
-        values = dict(line.split("=", 1) for line in done.out.decode("utf-8", "replace").splitlines() if "=" in line)
-        if values.get("LoadState") == "not-found":
-            raise AgentError(f"there is no {self.scope} unit {self.unit} on this box")
-        return values
+        return dict(line.split("=", 1) for line in done.out.decode("utf-8", "replace").splitlines() if "=" in line)
 
     @property
     def state(self) -> str:
-        """A unit that is about to be restarted counts as running: it takes the GPU in a moment."""
+        return self.look()[0]
+
+    def look(self) -> tuple[str, int]:
+        """A unit that is about to be restarted counts as running: it takes the GPU in a moment. One that does not exist is off,
+        and no reason to know nothing of the others."""
         show = self.show()
-        active = show.get("ActiveState", "unknown")
+        active, restarts = show.get("ActiveState", "unknown"), show.get("NRestarts", "")
+        count = int(restarts) if restarts.isdigit() else 0
         if self.processes():
-            return LEFT_OVER if active in ("failed", "inactive") else "running"
+            return LEFT_OVER if active in ("failed", "inactive") else RUNNING, count
         if active == "activating":
-            restarts = show.get("NRestarts", "")
-            return f"restarting ({restarts} times)" if restarts.isdigit() and int(restarts) else "starting"
-        return "stopping" if active == "deactivating" else "off"
+            return "restarting" if count else "starting", count
+        return "stopping" if active == "deactivating" else "off", count
 
     def warnings(self) -> list[str]:
-        """A unit that systemd starts again by itself comes back onto a GPU that was given away."""
-        by = self.comes_back
+        """What is started again by itself comes back onto a GPU that was given away. AgentError when there is no such unit."""
+        show = self.show()
+        if show.get("LoadState") == "not-found":
+            raise AgentError(f"there is no {self.scope} unit {self.unit} on this box")
+        by = ", ".join(filter(None, (self._restarters(show), restart_policy(show.get("ExecStart", "").split()))))
         bites = f"{self.unit} is started again by {by}: it may come back onto a GPU that was given away"
         return [f"engine {self.name}: {bites}"] if by else []
 
     @property
     def comes_back(self) -> str:
-        show = self.show()
+        return self._restarters(self.show())
+
+    @staticmethod
+    def _restarters(show: dict[str, str]) -> str:
         restart = show.get("Restart", "no")
         by = [] if restart in ("no", "on-failure", "") else ["Restart=" + restart]
         return ", ".join(by + show.get("TriggeredBy", "").split())
@@ -3307,6 +3359,106 @@ def _survivor(before: Iterable[Process], box: Box) -> str | None:
     return None
 
 
+# ----- what a running one can be asked
+
+_AT_WORK = re.compile(  # llama.cpp's and vLLM's gauges
+    r"(?m)^\w+[:_](?:num_)?requests_(?:processing|deferred|running|waiting)(?:\{.*\})? ([0-9.]+)"
+)
+
+
+class EngineApi:
+    """What a running model server can be asked over HTTP, whichever server it is."""
+
+    PATIENCE = 3.0
+
+    def __init__(self, address: Address, key: str = "") -> None:
+        self.address, self.key = address, key
+        self.pool = Pool(address)
+
+    def ask(self, method: str, path: str, body: Any = None, seconds: float = PATIENCE) -> Reply | None:
+        """None when nobody answers."""
+        try:
+            return request(self.pool, method, path, body=body, key=self.key, seconds=seconds)
+        except EngineLost as error:
+            if not error.fields.get("refused"):  # a line that is cut says nothing about who works there
+                raise DeadlinePassed("it cannot be reached") from None
+            return None
+        except (PeerGone, ProtocolError, BodyTooLarge):
+            return None
+
+    def ready(self) -> bool:
+        """Does it serve? 503 is llama-server loading; a server without /health (404) serves. A mute one may be busy."""
+        try:
+            reply = self.ask("GET", "/health")
+        except DeadlinePassed:
+            return False
+        return reply is not None and reply.status not in (500, 502, 503, 504)
+
+    def in_use(self, model: str | None = None) -> bool | None:
+        """Does it work for anybody, us or others beside us? None: it does not tell. A server that sleeps is not woken by the
+        question; one that gives no answer in time is busy (a long prefill), not idle. A router is asked for each model that it
+        has loaded, or for `model` alone."""
+        try:
+            props = self.ask("GET", "/props")
+            if props is None:
+                return False
+            state = props.json() if props.status == 200 else None
+            if not isinstance(state, dict):
+                state = {}
+            if state.get("is_sleeping") is True:
+                return False
+            if state.get("role") != "router":
+                return self._works("")
+            values = {entry["id"]: (entry.get("status") or {}).get("value") for entry in self.models() or ()}
+            loaded = [name for name, value in values.items() if value == "loaded" and model in (None, name)]
+            works = {self._works("?model=" + quote(name, safe="")) for name in loaded}
+            return True if True in works else None if None in works else False
+        except DeadlinePassed:
+            return True
+
+    def _works(self, query: str) -> bool | None:
+        """Is a slot at work, or a request in its metrics? None where it has neither."""
+        slots = self.ask("GET", "/slots" + query)
+        listed = slots.json() if slots and slots.status == 200 else None
+        if isinstance(listed, list):
+            return any(isinstance(slot, dict) and (slot.get("is_processing") or slot.get("state") == 1) for slot in listed)
+        metrics = self.ask("GET", "/metrics" + query)
+        counts = _AT_WORK.findall(metrics.body.decode("utf-8", "replace")) if metrics and metrics.status == 200 else ()
+        return any(float(count) > 0 for count in counts) if counts else None
+
+    def models(self) -> list[dict[str, Any]] | None:
+        """data[] of /v1/models; None when it does not say."""
+        try:
+            reply = self.ask("GET", "/v1/models")
+        except DeadlinePassed:
+            return None
+        content = reply.json() if reply and reply.status == 200 else None
+        data = content.get("data") if isinstance(content, dict) else None
+        if not isinstance(data, list):
+            return None
+        return [entry for entry in data if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
+
+    def load(self, model: str) -> bool:
+        """Ask a router (llama.cpp's) to load one of its models; False when this server is no router."""
+        try:
+            reply = self.ask("POST", "/models/load", {"model": model}, 30.0)
+        except DeadlinePassed:
+            return False
+        return reply is not None and reply.status in (200, 400)  # 400: it runs already
+
+    def unload(self, model: str) -> bool:
+        """Ask a router (llama.cpp's, llama-swap, Ollama) to unload one of its models; False when this server is none."""
+        for path, body in (
+            ("/models/unload", {"model": model}),
+            ("/api/models/unload/" + quote(model), None),
+            ("/api/generate", {"model": model, "keep_alive": 0}),
+        ):
+            reply = self.ask("POST", path, body, 60.0)
+            if reply is not None and reply.status in (200, 400):
+                return True
+        return False
+
+
 # ======================================================================================================================
 # 7  Agent
 # ======================================================================================================================
@@ -3335,6 +3487,7 @@ class Agent:
     box: Box = field(default_factory=Box)
     clock: Clock = field(default_factory=Clock)
     run: Run = run_tool
+    api: Callable[[Address], EngineApi] = EngineApi
 
     def answer(self, ask: dict[str, Any]) -> dict[str, Any]:
         """One request -> one reply; what goes wrong becomes {"ok": false, "error": {"type", "text"}}."""
@@ -3360,23 +3513,36 @@ class Agent:
     def status(self, ask: dict[str, Any]) -> dict[str, Any]:
         """Which engine of ours runs, and who else holds the GPU."""
         engines = self._engines(ask)
-        running = [(engine, engine.state, engine.processes()) for engine in engines.values()]
+        running = [(engine, *engine.look(), engine.processes()) for engine in engines.values()]
         running = [entry for entry in running if entry[1] != "off"]
-        ours = {process.pid for _, _, processes in running for process in processes}
+        ours = {process.pid for *_, processes in running for process in processes}
         reading, queue = self._gpus(ask), self.read_queue(ask)
         foreign, checked = self._owners(ask, reading, queue, ours)
         reply: dict[str, Any] = {"active": None, "state": "off", "foreign": foreign, "checked": checked}
         reply["bench_waits"] = [self._wait_view(wait, ours) for wait in queue.waits]
         reply["queue_checked"] = "job_queue" in checked
         if running:
-            engine, state, processes = running[0]
+            engine, state, restarts, processes = running[0]
             reply.update(active=engine.name, state=state, engine=self._engine_view(engine, processes, reading))
-            reply["others"] = [other.name for other, _, _ in running[1:]]
+            reply["engine"]["restarts"] = restarts
+            reply["others"] = [other.name for other, *_ in running[1:]]
         reply["gpu"] = self._gpu_view(reading)
         wanted = engines.get(str(ask.get("log")))
         if wanted:
             reply["log"] = wanted.log_tail()
+        asked = engines.get(str(ask.get("in_use")))
+        if asked:
+            reply["in_use"] = self._in_use(asked, ask)
         return reply
+
+    def _in_use(self, engine: Engine, ask: dict[str, Any]) -> bool:
+        """Does it work for anybody? What it does not tell itself, its connections do; and what nobody can tell counts as yes."""
+        api = self.api(Address(_ask_for(ask, "address", _text, "127.0.0.1"), engine.port))
+        known = api.in_use()
+        if known is None:
+            api.pool.close()  # our own question is no use
+            known = connections_at_work(self.box, self.run, engine.port) != 0
+        return known
 
     def _wait_view(self, wait: Wait, ours: set[int]) -> dict[str, Any]:
         """A wait for /status. It is for somebody else's end when the blocker that it names lives and is not ours; a blocker
@@ -3423,8 +3589,8 @@ class Agent:
         return {"port": "stranger", "stranger": ", ".join(strangers)} if strangers else {"port": "unknown"}
 
     def start(self, ask: dict[str, Any]) -> dict[str, Any]:
-        """All in one locked call, so that no gap lets another in: owners? -> refuse; stop every other engine of ours;
-        prove; start."""
+        """All in one locked call, so that no gap lets another in: owners, or another engine of ours that works for somebody (a
+        second proxy's)? -> refuse; stop every other engine of ours; prove; start."""
         engines = self._engines(ask)
         wanted = engines.get(str(ask.get("engine")))
         if wanted is None:
@@ -3433,6 +3599,9 @@ class Agent:
             ours = {process.pid for engine in engines.values() for process in engine.processes()}
             self._refuse_owners(ask, ours)
             state = wanted.state
+            for other in engines.values():
+                if other is not wanted and other.state == RUNNING and self._in_use(other, ask):
+                    raise GpuBusy(f"engine {other.name} is in use", reply={"in_use": other.name})
             self._stop([engine for engine in engines.values() if engine is not wanted or state == LEFT_OVER])
             if state in ("off", LEFT_OVER):
                 taken = self.box.listeners(wanted.port)
@@ -4038,6 +4207,7 @@ def read_reply(output: bytes) -> tuple[dict[str, Any] | None, int]:
 IN_USE_PAUSE = 1.0  # seconds between two questions whether an engine is still in use: asking more often delays its cancels
 BACKOFF_FIRST, BACKOFF_LAST = 10.0, 300.0  # seconds after failed starts
 WAKE_PAUSE = 5.0  # seconds between two looks at a box that is being woken
+CRASH_LOOP, CRASH_WINDOW = 3, 600.0  # restarts by systemd within so many seconds that make a crash loop
 LEARN_PAUSE = 1.0  # seconds between two questions for the models of an engine
 GLANCE = 0.2  # seconds between two looks at a waiting client
 
@@ -4101,105 +4271,6 @@ class Subscription:
     def close(self) -> None:
         self.lost = True
         self._theirs.close()
-
-
-_AT_WORK = re.compile(  # llama.cpp's and vLLM's gauges
-    r"(?m)^\w+[:_](?:num_)?requests_(?:processing|deferred|running|waiting)(?:\{.*\})? ([0-9.]+)"
-)
-
-
-class EngineApi:
-    """What a running model server can be asked over HTTP, whichever server it is."""
-
-    PATIENCE = 3.0
-
-    def __init__(self, address: Address, key: str = "") -> None:
-        self.address, self.key = address, key
-        self.pool = Pool(address)
-
-    def ask(self, method: str, path: str, body: Any = None, seconds: float = PATIENCE) -> Reply | None:
-        """None when nobody answers."""
-        try:
-            return request(self.pool, method, path, body=body, key=self.key, seconds=seconds)
-        except EngineLost as error:
-            if not error.fields.get("refused"):  # a line that is cut says nothing about who works there
-                raise DeadlinePassed("it cannot be reached") from None
-            return None
-        except (PeerGone, ProtocolError, BodyTooLarge):
-            return None
-
-    def ready(self) -> bool:
-        """Does it serve? 503 is llama-server loading; a server without /health (404) serves. A mute one may be busy."""
-        try:
-            reply = self.ask("GET", "/health")
-        except DeadlinePassed:
-            return False
-        return reply is not None and reply.status not in (500, 502, 503, 504)
-
-    def in_use(self, model: str | None = None) -> bool:
-        """Does it work for anybody, us or others beside us? A server that sleeps is not woken by the question; one that
-        gives no answer in time is busy (a long prefill), not idle. A router is asked for each model that it has loaded, or
-        for `model` alone."""
-        try:
-            props = self.ask("GET", "/props")
-            if props is None:
-                return False
-            state = props.json() if props.status == 200 else None
-            if not isinstance(state, dict):
-                state = {}
-            if state.get("is_sleeping") is True:
-                return False
-            if state.get("role") != "router":
-                return self._works("")
-            values = {entry["id"]: (entry.get("status") or {}).get("value") for entry in self.models() or ()}
-            loaded = [name for name, value in values.items() if value == "loaded" and model in (None, name)]
-            return any(self._works("?model=" + quote(name, safe="")) for name in loaded)
-        except DeadlinePassed:
-            return True
-
-    def _works(self, query: str) -> bool:
-        """Is a slot at work, or a request in its metrics?"""
-        slots = self.ask("GET", "/slots" + query)
-        listed = slots.json() if slots and slots.status == 200 else None
-        if isinstance(listed, list):
-            return any(isinstance(slot, dict) and (slot.get("is_processing") or slot.get("state") == 1) for slot in listed)
-        metrics = self.ask("GET", "/metrics" + query)
-        if metrics is None or metrics.status != 200:
-            return False
-        text = metrics.body.decode("utf-8", "replace")
-        return any(float(count) > 0 for count in _AT_WORK.findall(text))
-
-    def models(self) -> list[dict[str, Any]] | None:
-        """data[] of /v1/models; None when it does not say."""
-        try:
-            reply = self.ask("GET", "/v1/models")
-        except DeadlinePassed:
-            return None
-        content = reply.json() if reply and reply.status == 200 else None
-        data = content.get("data") if isinstance(content, dict) else None
-        if not isinstance(data, list):
-            return None
-        return [entry for entry in data if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
-
-    def load(self, model: str) -> bool:
-        """Ask a router (llama.cpp's) to load one of its models; False when this server is no router."""
-        try:
-            reply = self.ask("POST", "/models/load", {"model": model}, 30.0)
-        except DeadlinePassed:
-            return False
-        return reply is not None and reply.status in (200, 400)  # 400: it runs already
-
-    def unload(self, model: str) -> bool:
-        """Ask a router (llama.cpp's, llama-swap, Ollama) to unload one of its models; False when this server is none."""
-        for path, body in (
-            ("/models/unload", {"model": model}),
-            ("/api/models/unload/" + quote(model), None),
-            ("/api/generate", {"model": model, "keep_alive": 0}),
-        ):
-            reply = self.ask("POST", path, body, 60.0)
-            if reply is not None and reply.status in (200, 400):
-                return True
-        return False
 
 
 def send_magic_packet(mac: str) -> None:
@@ -4429,7 +4500,8 @@ class Host:
         self.down_since: float | None = None
         self._in_use_since = 0.0  # since when somebody beside us holds up what is to be done
         self.held_up: str | None = None  # what holds things up for longer than drain_timeout
-        self.unit_state: str | None = None  # of the engine that runs, as the agent says: "running", "restarting (7 times)"
+        self.unit_state: str | None = None  # of the engine that runs, as the agent says: "running", "restarting"
+        self._restarts: deque[tuple[float, int]] = deque()  # (monotonic, count) of it, as seen within CRASH_WINDOW
         self.blocked: str | None = None  # why the box, which answers, cannot be used
         self.owners: list[dict[str, Any]] = []
         self.agent: dict[str, Any] | None = None
@@ -4675,6 +4747,7 @@ class Host:
                 "problem": self.blocked,
                 "held_up": self.held_up,
                 "unit_state": self.unit_state,
+                "restarted": self.restarted(),
                 "gpu": self.gpu,
                 "last_request": timestamp(self.last_request),
             }
@@ -4845,6 +4918,7 @@ class Host:
                 engines[engine.name] = {"port": engine.port, "vram": engine.vram, **kind}
         config = self.config
         ask: dict[str, Any] = {"op": op, "host": config.name, "engines": engines, "sudo": config.sudo}
+        ask["address"] = "127.0.0.1" if config.tunnel else config.address
         for guard in ("bench_port", "job_queue", "owner_check", "gpus", "ignore", "owner_min", "unexplained"):
             ask[guard] = getattr(config, guard)
         return ask
@@ -4993,6 +5067,7 @@ class Host:
             self._meets_job = ""
         elif self._heard and not self._pids & before:
             self._meets_job = "came back while a bench job runs"
+        self._take_restarts(reply)
         self._active, self._heard = active, True
         self._others = [name for name in reply.get("others") or () if name in self.config.engines]
         text = self._release_text() if active and self._releasing() else ""
@@ -5003,6 +5078,29 @@ class Host:
 
     def _take_pids(self, reply: dict[str, Any]) -> None:
         self._pids = {(str(reply.get("active")), pid) for pid in (reply.get("engine") or {}).get("pids") or ()}
+
+    def _take_restarts(self, reply: dict[str, Any]) -> None:
+        """A crash loop shows in the rate at which systemd starts the engine again, not in the count."""
+        count, now = (reply.get("engine") or {}).get("restarts"), self._clock.monotonic()
+        looped = self._crash_loops()
+        anew = not isinstance(count, int) or bool(self._restarts) and count < self._restarts[-1][1]
+        if anew or reply.get("active") != self._active:
+            self._restarts.clear()  # another engine, or started anew by somebody
+        if isinstance(count, int):
+            self._restarts.append((now, count))
+        while len(self._restarts) > 1 and self._restarts[1][0] <= now - CRASH_WINDOW:
+            self._restarts.popleft()
+        if self._crash_loops() and not looped:
+            log(f"host {self.config.name}: engine {reply.get('active')} was {self.restarted()}")
+
+    def restarted(self) -> str | None:
+        """How often systemd started the engine again lately: "restarted 3 times in 1m30s"."""
+        first, last = (self._restarts[0], self._restarts[-1]) if self._restarts else ((0.0, 0), (0.0, 0))
+        times = last[1] - first[1]
+        return f"restarted {times} times in {age(last[0] - first[0])}" if times else None
+
+    def _crash_loops(self) -> bool:
+        return bool(self._restarts) and self._restarts[-1][1] - self._restarts[0][1] >= CRASH_LOOP
 
     def _job_runs(self) -> bool:
         return any(owner.get("kind") == "job" for owner in self.owners)
@@ -5048,7 +5146,7 @@ class Host:
         if goes == step.engine and step.kind == "switch":
             goes = None  # it is waited for, not stopped
         for engine in dict.fromkeys(filter(None, (goes, *self._others))):
-            if (engine != step.engine or step.kind != "switch") and self.api(engine).in_use():
+            if (engine != step.engine or step.kind != "switch") and self._in_use(engine):
                 self._used_beside_us(engine)
                 return
         with self._changed:
@@ -5068,6 +5166,18 @@ class Host:
             with self._changed:
                 self._doing = None
                 self._changed.notify_all()
+
+    def _in_use(self, engine: str) -> bool:
+        """Does it work for anybody beside us? One that does not tell is asked about at its box, by its connections."""
+        api = self.api(engine)
+        known = api.in_use()
+        if known is not None:
+            return known
+        api.pool.close()  # our own kept connections are no use
+        try:
+            return bool(self._ask("status", 30.0, in_use=engine).get("in_use", True))
+        except (HostDown, HostBlocked, AgentError):
+            return True  # the next look tells what is the matter there
 
     def _used_beside_us(self, engine: str) -> None:
         """Somebody works on an engine that is to go, and not through us: that is waited for, since to cut him is not ours to
@@ -5090,7 +5200,13 @@ class Host:
         self._tell(engine, "loading")
         try:
             self._refuse_old_agent(engine)
-            self._started(engine, self._ask("start", 900.0, engine=engine), before)
+            reply = self._ask("start", 900.0, engine=engine)
+            if reply.get("in_use"):  # somebody, another proxy perhaps, has one of ours at work: those who queue wait for it
+                self._tell(engine, "unloaded")
+                self._used_beside_us(str(reply["in_use"]))
+                self.poke()
+                return
+            self._started(engine, reply, before)
             self._await_ready(engine)
         except GpuBusy as error:
             self._tell(engine, "unloaded")
@@ -5155,7 +5271,7 @@ class Host:
             now = self._clock.monotonic()
             if ready or now - asked >= pause or now >= self._look_due:
                 asked, pause = now, min(10.0, pause * 1.5)
-                self._check_process(engine)
+                self._check_process(engine, ready)
             if ready:
                 return
             if (now - begun > timeout or self._unload == engine) and not self._in_flight.get(engine):
@@ -5167,7 +5283,7 @@ class Host:
                     ticket.committed = True
                 self._clock.wait(self._changed, 0.1)
 
-    def _check_process(self, engine: str) -> None:
+    def _check_process(self, engine: str, ready: bool) -> None:
         """The one that answers must be the one that was started."""
         reply = self._ask("status", 30.0, log=engine)
         if not reply.get("ok"):
@@ -5178,6 +5294,7 @@ class Host:
             self.owners = self.foreign(reply)
             self._take_waits(reply)
             self._take_pids(reply)
+            self._take_restarts(reply)
             if self._job_runs():  # its runner saw nothing on the GPU yet
                 self._meets_job = "was started as a bench job was"
             if self._releasing():  # it is released once the plan sees it: those who wait for it come after the job
@@ -5185,6 +5302,10 @@ class Host:
         if reply.get("active") != engine or reply.get("state") == LEFT_OVER:
             lines = reply.get("log") or ["(it printed nothing)"]
             raise EngineFailed("engine {} ended while it started; its last lines: {}".format(engine, " | ".join(lines[-5:])))
+        if self._crash_loops() and not ready:
+            self._note_stop(stop_problem(self._ask("stop", 300.0)))
+            lines = reply.get("log") or ["(it printed nothing)"]
+            raise EngineFailed(f"engine {engine} was {self.restarted()}; its last lines: {' | '.join(lines[-5:])}")
         if reply.get("engine", {}).get("port") == "stranger":
             raise EngineFailed("the port of engine {} is served by {}, not by it".format(engine, reply["engine"].get("stranger")))
 

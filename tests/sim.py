@@ -139,7 +139,7 @@ class ToyEngine(Engine):
             return "running"
         if self.unit.stuck:
             return llmguard.LEFT_OVER
-        return "restarting (1 times)" if self.unit.restarting else "off"
+        return "restarting" if self.unit.restarting else "off"
 
     @property
     def comes_back(self) -> str:
@@ -165,6 +165,9 @@ class ToyAgent(Agent):
     def __init__(self, site, folder: str, box: ToyBox, clock) -> None:
         super().__init__(folder, box, clock)
         self.site = site
+
+    def _in_use(self, engine: Engine, ask: dict) -> bool:
+        return self.site.in_use(engine.name)
 
     def _engine(self, name: str, entry: dict, ask: dict) -> ToyEngine:
         return ToyEngine(name, name, entry["port"], self.box, self.clock, self.site)
@@ -464,7 +467,7 @@ class SimApi:
 
     def in_use(self) -> bool:
         self.world.unlocked("a question to an engine")
-        return self.engine in self.world.busy_engines()
+        return self.world.in_use(self.engine)
 
     def models(self):
         return None
@@ -577,6 +580,9 @@ class World:
 
     def busy_engines(self) -> set[str]:
         return {*self.streams.values(), *(engine for engine, _ in self.others.values())}
+
+    def in_use(self, engine: str) -> bool:
+        return engine in self.busy_engines()
 
     def log(self, text: str) -> None:
         self.note("proxy: " + text)

@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from parts import LLMGUARD, PATIENCE, FakeClock, eventually, free_port
+from parts import LLMGUARD, PATIENCE, FakeClock, eventually, free_port, missing
 
 import llmguard
 from llmguard import Agent, AgentError, Box, CommandEngine, Finished, UnitEngine, unit_of
@@ -578,7 +578,7 @@ def test_a_process_that_ends_during_the_looks_is_a_proven_stop(units):
 def test_a_unit_that_is_about_to_be_restarted_counts_as_running_and_its_stop_goes_to_systemd(units):
     units.shown.update(ActiveState="activating", SubState="auto-restart", NRestarts="7")
     engine = units.engine()
-    assert engine.state == "restarting (7 times)"
+    assert engine.look() == ("restarting", 7)
     units.on["stop"] = lambda: units.shown.update(ActiveState="inactive")
     assert units.stop(engine) is None
     assert ["systemctl", "--system", "--no-ask-password", "stop", "llm-engine-mainline.service"] in units.calls
@@ -586,7 +586,7 @@ def test_a_unit_that_is_about_to_be_restarted_counts_as_running_and_its_stop_goe
 
 def test_a_unit_that_stays_restarting_is_not_stopped(units):
     units.shown.update(ActiveState="activating", SubState="auto-restart", NRestarts="7")
-    assert "unit llm-engine-mainline.service is restarting (7 times) after the stop" in units.stop(units.engine())
+    assert "unit llm-engine-mainline.service is restarting after the stop" in units.stop(units.engine())
 
 
 def test_a_unit_that_starts_is_starting(units):
@@ -594,11 +594,37 @@ def test_a_unit_that_starts_is_starting(units):
     assert units.engine().state == "starting"
 
 
-def test_a_unit_that_does_not_exist_is_an_error_with_its_scope_never_stopped(units):
+def test_check_says_that_a_unit_does_not_exist_with_its_scope(units):
     units.shown.update(LoadState="not-found")
     for scope in ("system", "user"):
         with pytest.raises(AgentError, match=f"there is no {scope} unit llm-engine-mainlne.service"):
-            units.engine(scope, unit="llm-engine-mainlne.service").state
+            units.engine(scope, unit="llm-engine-mainlne.service").warnings()
+
+
+def test_a_unit_that_does_not_exist_is_off_and_keeps_nobody_from_stopping_the_others(units):
+    units.shown.update(LoadState="not-found")
+    assert units.engine().look() == ("off", 0) and units.stop(units.engine()) is None
+
+
+def test_a_unit_whose_file_was_removed_while_it_runs_still_runs_and_can_be_stopped(units):
+    units.shown.update(LoadState="not-found", ActiveState="active", SubState="running")
+    units.process(4242, OURS)
+    assert units.engine().state == "running"
+    units.on["stop"] = lambda: (units.end(4242), units.shown.update(ActiveState="inactive"))
+    assert units.stop(units.engine()) is None
+
+
+@pytest.mark.parametrize(
+    ("exec_start", "policy"),
+    [("docker run --rm -p 8081:8080 --restart=unless-stopped img", "--restart=unless-stopped"), ("podman run --restart always img", "--restart always"),
+     ("docker run --restart=on-failure:3 img", ""), ("docker run --restart=no img", ""), ("llama-server -m always", "")],
+)
+def test_check_warns_of_a_container_that_its_daemon_starts_again(units, exec_start, policy):
+    units.shown.update(ExecStart="{ path=/usr/bin/x ; argv[]=%s ; ignore_errors=no }" % exec_start)
+    warnings = units.engine().warnings()
+    assert ("is started again by " + policy in warnings[0]) if policy else warnings == []
+    command = CommandEngine("e", "here.e", 8081, units.engine().box, units.clock, ("sh", *exec_start.split()), "/nowhere")
+    assert (policy in command.warnings()[0]) if policy else command.warnings() == []
 
 
 def test_an_active_unit_without_a_process_is_off(units):
@@ -695,3 +721,83 @@ def test_a_unit_left_over_by_a_failed_stop_is_stopped_before_it_is_started_and_n
     reply = agent.answer({"op": "start", "host": "here", "engine": "mainline", "engines": {"mainline": {"unit": "x", "port": 8081}}})
     assert reply["ok"] is False and "pid 1675" in reply["error"]["text"]
     assert not any("start" in argv for argv in units.calls)
+
+
+# ----- who uses an engine beside us
+
+
+@pytest.fixture
+def line():
+    """A listener's port, and both ends of one connection to it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as client:
+        server, _ = listener.accept()
+        with server:
+            yield listener.getsockname()[1], server, client
+
+
+def at_work(port: int) -> int | None:
+    return llmguard.connections_at_work(Box(), llmguard.run_tool, port)
+
+
+def test_a_connection_works_while_it_is_not_answered_or_was_a_moment_ago(line, monkeypatch):
+    if not any(os.access(os.path.join(folder, "ss"), os.X_OK) for folder in os.environ["PATH"].split(":")):
+        missing("ss (Debian: iproute2) is not here")
+    port, server, client = line
+    assert Box().connections(port) == 1 and at_work(port) == 0, "kept alive, and nothing asked"
+    client.send(b"GET /slow")
+    eventually(lambda: at_work(port) == 1, "asked, not answered")
+    monkeypatch.setattr(llmguard, "CALM", 0.0)
+    assert at_work(port) == 1, "a long prefill sends nothing for as long as it likes"
+    server.recv(100)
+    server.send(b"answer")
+    client.recv(100)
+    eventually(lambda: at_work(port) == 0, "answered")
+    monkeypatch.setattr(llmguard, "CALM", 35.0)
+    assert at_work(port) == 1, "a token may follow"
+    client.close()
+    eventually(lambda: at_work(port) == 0)
+
+
+def test_connections_that_nobody_can_look_into_are_not_called_idle(line):
+    for answer in ((None, "", "ss: not found"), (1, "", "Cannot open netlink socket: Permission denied"), (-9, "", "too slow")):
+        assert llmguard.connections_at_work(Box(), lambda argv, seconds, answer=answer: answer, line[0]) is None
+    assert llmguard.connections_at_work(Box(), lambda argv, seconds: (None, "", ""), free_port()) == 0, "none are none"
+
+
+class Says:
+    """What an engine says of itself, in place of EngineApi."""
+
+    def __init__(self, in_use) -> None:
+        self.says = in_use
+        self.pool = llmguard.Pool(llmguard.Address("127.0.0.1", 1))
+
+    def __call__(self, address) -> Says:
+        self.address = address
+        return self
+
+    def in_use(self):
+        return self.says
+
+
+@pytest.mark.parametrize(("says", "connected", "in_use"), [(True, False, True), (False, True, False), (None, False, False), (None, True, True)])
+def test_what_an_engine_does_not_tell_its_connections_do(folder, line, says, connected, in_use):
+    port = line[0] if connected else free_port()
+    agent = quiet_agent(folder)  # without ss: a connection may be somebody's
+    agent.api = Says(says)
+    reply = agent.answer({"op": "status", "engines": {"e": {"command": ["e"], "port": port}}, "in_use": "e"})
+    assert reply["in_use"] is in_use and agent.api.address.port == port
+    assert "in_use" not in agent.answer({"op": "status", "engines": {"e": {"command": ["e"], "port": port}}})
+
+
+def test_a_start_does_not_stop_another_engine_of_ours_that_somebody_uses(folder):
+    """Two proxies have this box in their configuration: the second's start finds the first's engine at work."""
+    engines = {"x": sleeper(), "y": sleeper()}
+    assert ask(folder, "start", engines, engine="y")["active"] == "y"
+    pid = record(folder, "y")["pid"]
+    agent = quiet_agent(folder)
+    agent.api = Says(True)
+    reply = agent.answer({"op": "start", "host": "here", "engine": "x", "engines": engines})
+    assert not reply["ok"] and reply["error"] == {"type": "GpuBusy", "text": "engine y is in use"} and reply["in_use"] == "y"
+    assert alive(pid) and not Path(folder, "engines", "here.x.json").exists()
+    agent.api = Says(False)
+    assert agent.answer({"op": "start", "host": "here", "engine": "x", "engines": engines})["active"] == "x" and not alive(pid)

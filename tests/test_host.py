@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from parts import PATIENCE, FakeClock, eventually
@@ -815,6 +817,128 @@ def test_a_user_beside_us_on_a_second_engine_holds_the_stop_of_both_up():
     bench.box.used_by_others = set()
     bench.pass_time(2)
     assert ("stop", "") in bench.box.calls
+
+
+@pytest.mark.parametrize("tells", [True, False, None])
+def test_an_engine_that_does_not_tell_is_asked_about_at_its_box(tells):
+    """No /slots, no /metrics: the agent counts who is connected. Our own kept connections are closed first."""
+    bench = Bench(tick=7200.0)
+    bench.serve_one("a")
+    closed: list[bool] = []
+    api = bench.host.api("a")
+    api.in_use = lambda: None
+    api.pool = SimpleNamespace(close=lambda: closed.append(True))
+    words = {} if tells is None else {"in_use": tells}
+    beside = {"ok": True, "agent": "0.1.0", "sha256": "abc", "checked": GUARDS, "foreign": [], "active": "a", "state": "running",
+              "engine": {"pids": [4242], "port": "ours"}, **words}
+    bench.box.script["status"] = [beside]
+    other = bench.client("b")
+    bench.settle()
+    assert closed == [True]
+    if tells is False:
+        other.granted()
+    else:
+        assert other.waits() and bench.box.running == "a", "an agent that says nothing is no reason to cut anybody"
+
+
+def test_a_box_that_cannot_be_asked_who_is_connected_does_not_lose_its_engine():
+    bench = Bench(tick=7200.0)
+    bench.serve_one("a")
+    bench.host.api("a").in_use = lambda: None
+    bench.host.api("a").pool = SimpleNamespace(close=lambda: None)
+    bench.box.script["status"] = [HostDown("host a9 is down")]
+    bench.client("b")
+    bench.settle()
+    assert bench.box.running == "a" and bench.box.ops() == [("start", "a")]
+
+
+def test_a_second_proxys_stream_is_waited_for_as_in_a_switch(lines):
+    """The other proxy switched to b and streams; ours believed the GPU to be free, and its start is answered by the box."""
+    bench = Bench(tick=7200.0, queue_timeout=600.0)
+    bench.serve_one("a")
+    bench.box.running = "b"
+    bench.box.script["start"] = [{"ok": False, "error": {"type": "GpuBusy", "text": "engine b is in use"}, "in_use": "b"}]
+    bench.host.suspect("a")
+    bench.host._look_due = NEVER
+    bench.box.used_by_others = {"b"}
+    client = bench.client("a")
+    bench.pass_time(30)
+    assert client.waits() and not client.committed and bench.box.running == "b"
+    bench.box.used_by_others = set()
+    bench.pass_time(2)
+    client.granted()
+    assert bench.box.running == "a"
+    assert not any("failed" in line for line in lines)
+
+
+# ----- an engine that crashes as often as systemd starts it again
+
+
+def crashing(bench: Bench, count: int) -> dict:
+    return {"ok": True, "agent": "0.1.0", "sha256": "abc", "checked": GUARDS, "foreign": [], "active": "a", "state": "restarting",
+            "engine": {"pids": [], "port": "closed", "restarts": count}, "log": ["CUDA error: out of memory"]}
+
+
+def test_a_start_that_ends_in_a_crash_loop_is_stopped_and_backs_off(lines):
+    bench = Bench(tick=7200.0)
+    bench.box.load_time = 1e9
+    bench.box.script["status"] = [{**crashing(bench, 0), "active": None}, *(crashing(bench, count) for count in (0, 1, 2, 3))]
+    client = bench.client("a")
+    bench.settle()
+    assert re.fullmatch("host a9: engine a was restarted 3 times in [0-9]+s; its last lines: CUDA error: out of memory", client.refused())
+    assert isinstance(client.error, EngineFailed)
+    assert bench.box.ops() == [("start", "a"), ("stop", "")], "systemd does not go on trying"
+    again = bench.client("a")
+    bench.settle()
+    assert again.refused() == client.refused() and bench.box.ops() == [("start", "a"), ("stop", "")], "answered from memory"
+    assert any("not tried again for 10s" in line for line in lines)
+
+
+def test_a_crash_loop_shows_as_a_rate_in_the_status_and_once_in_the_log(lines):
+    bench = Bench(tick=30.0)
+    bench.box.script["status"] = [crashing(bench, count) for count in (100, 101, 102, 103, 104, 104, 104)]
+    bench.settle()
+    assert bench.host.view()["restarted"] is None, "how long ago the first hundred were is not known"
+    bench.pass_time(30)
+    assert bench.host.view()["restarted"] == "restarted 1 times in 30s" and not any("restarted" in line for line in lines)
+    bench.pass_time(90)
+    assert bench.host.view()["restarted"] == "restarted 4 times in 2m0s"
+    assert [line for line in lines if "restarted" in line] == ["host a9: engine a was restarted 3 times in 1m30s"]
+    bench.box.script["status"] = [crashing(bench, 104) for _ in range(40)]
+    bench.pass_time(900)
+    assert bench.host.view()["restarted"] is None, "that is over"
+
+
+# ----- a proxy whose machine slept
+
+
+def test_a_sleep_of_eight_hours_makes_no_burst_of_ticks_and_no_early_stop():
+    """The wall clock jumps, the monotonic clock does not."""
+    bench = Bench(idle_stop=900.0, tick=30.0)
+    bench.serve_one("a")
+    bench.pass_time(660)
+    looks = len(bench.box.ops("status"))
+    bench.clock._now += 8 * 3600
+    bench.settle()
+    bench.pass_time(30)
+    assert len(bench.box.ops("status")) - looks <= 2
+    bench.pass_time(209)
+    assert bench.box.running == "a", "the idle stop had four minutes left"
+    bench.pass_time(2)
+    assert bench.box.running is None
+
+
+def test_the_host_thread_outlives_a_line_that_died_in_the_sleep(lines):
+    bench = Bench(tick=30.0)
+    bench.serve_one("a")
+    streaming = bench.client("a").granted()
+    bench.clock._now += 8 * 3600
+    bench.box.script["status"] = [HostDown("host a9 is down: no answer over ssh in time")]
+    bench.pass_time(30)
+    assert bench.state == "down" and bench.box.ops() == [("start", "a")], "nothing is stopped for that"
+    bench.pass_time(30)
+    assert bench.state == "ready" and "host a9: up again" in lines
+    streaming.done()
 
 
 # ----- down and up again

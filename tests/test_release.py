@@ -76,6 +76,9 @@ class Site:
     def close(self) -> None:
         pass
 
+    def in_use(self, engine: str) -> bool:
+        return self.others_use
+
     def sent(self, *ops: str) -> list[str]:
         return [op for op in self.calls if op in (ops or ("start", "stop"))]
 

@@ -76,7 +76,7 @@ def a_second_job_behind_the_first_is_forgotten(patch) -> None:
 
 
 def engines_tell_only_of_others(patch) -> None:
-    patch.setattr(sim.SimApi, "in_use", lambda api: api.engine in [engine for engine, _ in api.world.others.values()])
+    patch.setattr(sim.World, "in_use", lambda world, engine: engine in [used for used, _ in world.others.values()])
 
 
 def streams_count_only_while_the_engine_is_known_to_be_up(patch) -> None:
@@ -94,7 +94,7 @@ def streams_do_not_count(patch) -> None:
 
 
 def nobody_asks_the_engine(patch) -> None:
-    patch.setattr(sim.SimApi, "in_use", lambda api: False)
+    patch.setattr(sim.World, "in_use", lambda world, engine: False)
 
 
 def a_stop_is_not_proven(patch) -> None:
