@@ -1525,6 +1525,7 @@ class EngineConfig:
     vram: int | None = _key(size, None)
     api_key: str = _key(_secret, "")
     on_cpu: str = _key(_one_of("restart", "warn"), "restart")
+    max_rss: int | None = _key(size, None)
     models: str | dict[str, str] = _key(_models, make=dict)
 
     @property
@@ -1816,6 +1817,7 @@ class Process:
     state: str
     session: int
     uid: int
+    parent: int = 0
 
     @property
     def ended(self) -> bool:
@@ -1869,7 +1871,7 @@ class Box:
             return None
         before, _, after = stat.rpartition(")")
         words = after.split()
-        return Process(pid, int(words[19]), before.partition("(")[2], words[0], int(words[3]), uid)
+        return Process(pid, int(words[19]), before.partition("(")[2], words[0], int(words[3]), uid, int(words[1]))
 
     def same(self, pid: int, start: int) -> Process | None:
         """That very process, if it still runs."""
@@ -1884,10 +1886,39 @@ class Box:
             return None
         return Memory(values["VmRSS"], values.get("RssAnon", 0), values.get("RssFile", 0), values.get("VmSwap", 0))
 
+    def living(self) -> list[Process]:
+        found = (self.process(pid) for pid in self.pids())
+        return [process for process in found if process and not process.ended]
+
     def session(self, leader: int) -> list[Process]:
         """The living processes of a session, whoever started them in it."""
-        found = (self.process(pid) for pid in self.pids())
-        return [process for process in found if process and process.session == leader and not process.ended]
+        return [process for process in self.living() if process.session == leader]
+
+    def family(self, roots: Collection[int]) -> list[Process]:
+        """The living ones among some processes, and all that descend from those."""
+        living = self.living()
+        found: list[Process] = []
+        known: set[int] = set()
+        while True:
+            more = [p for p in living if p.pid not in known and (p.pid in roots or p.parent in known)]
+            if not more:
+                return found
+            found += more
+            known.update(process.pid for process in more)
+
+    def argv(self, pid: int) -> list[str]:
+        """/proc/PID/cmdline; [] when it is gone."""
+        return (self.read(f"proc/{pid}/cmdline") or "").split("\0")[:-1]
+
+    def environment(self, pid: int) -> dict[str, str]:
+        """/proc/PID/environ, as the process was started; {} where it may not be read."""
+        pairs = (self.read(f"proc/{pid}/environ") or "").split("\0")
+        return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+
+    def age(self, process: Process) -> float:
+        """Seconds that a process lives, by the box's own uptime: no clock that somebody sets has a say."""
+        uptime = (self.read("proc/uptime") or "0").split()[0]
+        return max(0.0, float(uptime) - process.start / os.sysconf("SC_CLK_TCK"))
 
     def cgroup(self, pid: int) -> str | None:
         """The cgroup by which systemd knows the process: the `0::` line, which is "/" where systemd keeps to v1, and then the
@@ -1962,6 +1993,18 @@ def run_tool(argv: list[str], seconds: float) -> tuple[int | None, str, str]:
     if done.code is None:
         return KILLED, out, f"{argv[0]} {done.problem} ({age(seconds)})"
     return done.code, out, err
+
+
+def container_processes(box: Box, run: Run, tool: str, port: int, name: str = "") -> list[Process]:
+    """What runs in the container that publishes a port, or has that name. Its processes are the daemon's, neither in the session
+    nor in the cgroup of whoever asked for it: the container's id in their cgroup tells them. `tool`: docker or podman."""
+    code, out, _ = run([tool, "ps", "--no-trunc", "--format", "{{.ID}} {{.Names}} {{.Ports}}"], 5.0)
+    ids = []
+    for words in (line.split(maxsplit=2) for line in out.splitlines()) if code == 0 else ():
+        ranges = re.findall(r":(\d+)(?:-(\d+))?->", words[2]) if len(words) == 3 else ()
+        if (len(words) > 1 and words[1] == name) or any(int(low) <= port <= int(high or low) for low, high in ranges):
+            ids.append(words[0])
+    return [process for process in box.living() if any(found in (box.cgroup(process.pid) or "") for found in ids)] if ids else []
 
 
 CALM = 35.0  # seconds of silence after which a connection is idle: llama-server's pings on a silent stream come every 30
@@ -2718,7 +2761,7 @@ class Evidence:
     card_used: int | None = None  # the most that they can hold: card_used()
     model: int | None = None  # the weights, as a file
     unified: bool = False
-    meant_for_cpu: bool = False  # it was told to use the CPU, or the box has no GPU
+    meant_for_cpu: str = ""  # the option that told it to use the CPU, or "no GPU"
     asleep: bool = False  # its weights are nowhere
     max_rss: int | None = None  # host memory that is normal for it; None: MAX_RSS, or less for a smaller model
 
@@ -2733,12 +2776,86 @@ class Verdict:
     because: str = ""
 
 
-def evidence_of(reading: GpuReading, pids: Collection[int], memory: Memory | None, seconds: float, **more: Any) -> Evidence:
-    """The Evidence on an engine whose processes are `pids`; `more`: model, meant_for_cpu, asleep, max_rss."""
+def evidence_of(box: Box, reading: GpuReading, processes: Iterable[Process], **more: Any) -> Evidence:
+    """The Evidence on an engine by all its processes, a router's children among them. `more`: model (the weights in bytes, where
+    no command line names a file), asleep, max_rss."""
+    processes = list(processes)
+    memories = [memory for memory in (box.memory(process.pid) for process in processes) if memory]
+    total = Memory(*(sum(counts) for counts in zip(*((m.rss, m.anon, m.file, m.swap) for m in memories)))) if memories else None
+    files, meant = set(), ""
+    for process in processes:
+        words = told(box.argv(process.pid), box.environment(process.pid))
+        files.update(weights(box, process.pid, words.model))
+        meant = meant or words.cpu
     if reading.vendor is None and not reading.problem:
-        more["meant_for_cpu"] = True
-    gpu, card = gpu_bytes(reading, pids), card_used(reading, pids)
-    return Evidence(memory, seconds, gpu, card, unified=reading.unified, **more)
+        meant = "no GPU"
+    sizes = sum(size for _, size in files)
+    pids = {process.pid for process in processes}
+    return Evidence(
+        total,
+        min((box.age(process) for process in processes), default=0.0),
+        gpu_bytes(reading, pids),
+        card_used(reading, pids),
+        unified=reading.unified,
+        meant_for_cpu=meant,
+        **{**more, "model": sizes or more.get("model")},
+    )
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a llama-server was told of its weights: the file, and the option that keeps some of them off the GPU ("" for none)."""
+
+    model: str = ""
+    cpu: str = ""
+
+
+_TO_CPU: dict[str, Callable[[str], bool]] = {  # LLAMA_ARG_… -> does this value keep weights, or their cache, off the GPU?
+    "N_GPU_LAYERS": lambda value: value.isdigit() and int(value) < 99,  # 99 is what people write for all
+    "DEVICE": lambda value: value.strip() == "none",
+    "N_CPU_MOE": lambda value: value.isdigit() and int(value) > 0,
+    "CPU_MOE": lambda value: value not in ("0", "false", "off"),
+    "OVERRIDE_TENSOR": lambda value: "=CPU" in value,
+    "KV_OFFLOAD": lambda value: value in ("0", "false", "off", "disabled"),
+    "NO_KV_OFFLOAD": lambda value: True,
+}
+_OPTIONS = {  # llama-server --help
+    "-m": "MODEL", "--model": "MODEL",
+    "-ngl": "N_GPU_LAYERS", "--gpu-layers": "N_GPU_LAYERS", "--n-gpu-layers": "N_GPU_LAYERS",
+    "-dev": "DEVICE", "--device": "DEVICE",
+    "-ncmoe": "N_CPU_MOE", "--n-cpu-moe": "N_CPU_MOE", "-cmoe": "CPU_MOE", "--cpu-moe": "CPU_MOE",
+    "-ot": "OVERRIDE_TENSOR", "--override-tensor": "OVERRIDE_TENSOR",
+    "-nkvo": "NO_KV_OFFLOAD", "--no-kv-offload": "NO_KV_OFFLOAD",
+}  # fmt: skip
+_SWITCHES = ("CPU_MOE", "NO_KV_OFFLOAD")  # have no value
+
+
+def told(argv: list[str], environment: dict[str, str]) -> Told:
+    """What its command line says, and where that is silent the LLAMA_ARG_ variables."""
+    given = {key[10:]: (value, f"{key}={value}") for key, value in environment.items() if key.startswith("LLAMA_ARG_")}
+    words = iter(argv)
+    for word in words:
+        option, _, value = word.partition("=")
+        key = _OPTIONS.get(option, "")
+        if key in _SWITCHES:
+            given[key] = "", option
+        elif key:
+            value = value or next(words, "")
+            given[key] = value, f"{option} {value}"
+    cpu = next((said for key, (value, said) in given.items() if key in _TO_CPU and _TO_CPU[key](value)), "")
+    return Told(given.get("MODEL", ("", ""))[0], cpu)
+
+
+def weights(box: Box, pid: int, model: str) -> list[tuple[str, int]]:
+    """(path, bytes) of a model's file as a process names it, of all the parts of one that is split (NAME-00001-of-00003.gguf);
+    none where they can't be seen (in a container)."""
+    path = os.path.join(_link(os.path.join(box.root, f"proc/{pid}/cwd")) or "/", model).lstrip("/")
+    split = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path)
+    paths = [f"{split[1]}-{part:05d}-of-{split[2]}.gguf" for part in range(1, int(split[2]) + 1)] if split else [path]
+    try:
+        return [(part, os.stat(os.path.join(box.root, part)).st_size) for part in paths] if model else []
+    except OSError:
+        return []
 
 
 def verdict(facts: Evidence) -> Verdict:
@@ -2768,10 +2885,15 @@ def _figures(facts: Evidence) -> Iterator[str]:
 def _not_judged(facts: Evidence) -> tuple[str, str, str] | None:
     if not facts.memory:
         return "unknown", "gone", "the process is gone"
-    if facts.meant_for_cpu:
-        return "unknown", "meant", "it is meant to run on the CPU"
     if facts.asleep:
         return "unknown", "asleep", "it sleeps: its weights are nowhere"
+    if facts.meant_for_cpu and facts.max_rss is None:
+        return "unknown", "meant", f"some of it is meant to be in the box's memory: {facts.meant_for_cpu}"
+    if facts.meant_for_cpu and facts.max_rss is not None:  # judged by the limit that somebody set for it, and by nothing else
+        limit = f"than its own limit of {size_text(facts.max_rss)}"
+        if facts.age <= FRESH and facts.memory.rss + facts.memory.swap > facts.max_rss:
+            return "cpu", "", f"more is in the box's memory {limit}"
+        return "unknown", "meant", f"no more is in the box's memory {limit}"
     return None
 
 
@@ -3036,12 +3158,36 @@ class Engine:
     port: int
     box: Box
     clock: Clock
+    tool: Run = run_tool
 
     noun = "an engine"
 
     def processes(self) -> list[Process]:
-        """Everything of it that lives, its children and leftovers included."""
+        """Everything of it that lives: its children, leftovers, and what runs in the container that it started."""
+        own = self._own_processes()
+        tool, name = self._container(own)
+        known = {process.pid for process in own}
+        inside = container_processes(self.box, self.tool, tool, self.port, name) if tool else []
+        return own + [process for process in inside if process.pid not in known]
+
+    def _own_processes(self) -> list[Process]:
         raise AssertionError("each kind of engine tells its own")
+
+    def _container(self, own: list[Process]) -> tuple[str, str]:
+        """("docker" or "podman", the container's name if it was given one) of an engine that is started in a container. It
+        outlives the client that started it: then only the open port is left to tell."""
+        clients = [process for process in own if process.comm in ("docker", "podman")]
+        if clients:
+            return clients[0].comm, container_name(self.box.argv(clients[0].pid))
+        if own or not self.box.listeners(self.port):
+            return "", ""
+        words = self._start_words()
+        tool = next((tool for tool in ("docker", "podman") if any(os.path.basename(word) == tool for word in words)), "")
+        return tool, container_name(words)
+
+    def _start_words(self) -> list[str]:
+        """The words of the command by which it is started."""
+        raise AssertionError("each kind of engine starts in its own way")
 
     def start(self) -> None:
         raise AssertionError("each kind of engine starts in its own way")
@@ -3099,7 +3245,10 @@ class CommandEngine(Engine):
     def _log_path(self) -> str:
         return os.path.join(self.folder, "engines", self.key + ".log")
 
-    def processes(self) -> list[Process]:
+    def _start_words(self) -> list[str]:
+        return list(self.command)
+
+    def _own_processes(self) -> list[Process]:
         """Its leader and all that share its session; the session of a leader that died is still its session, unless the
         pid was given to somebody else since."""
         record = self._record.load()
@@ -3165,7 +3314,7 @@ class CommandEngine(Engine):
         return [f"engine {self.name}: docker starts it again by {by}, also onto a GPU that was given away"] if by else []
 
     def _signal(self, number: int) -> None:
-        for process in self.processes():
+        for process in self._own_processes():
             if self.box.same(process.pid, process.start):
                 try:
                     os.kill(process.pid, number)
@@ -3180,6 +3329,12 @@ class CommandEngine(Engine):
         except OSError:
             return []
         return [line for line in text.splitlines() if line.strip()][-lines:]
+
+
+def container_name(argv: Iterable[str]) -> str:
+    """The name that a `docker run` gives its container; "" where it gives none."""
+    found = re.search(r" --name[= ](\S+)", " ".join(argv))
+    return found[1] if found else ""
 
 
 def restart_policy(argv: Iterable[str]) -> str:
@@ -3218,7 +3373,10 @@ class UnitEngine(Engine):
     noun = "an engine unit"
     TIMEOUT = 300.0  # a stop may take three times TimeoutStopSec, 90 s each by default
 
-    def processes(self) -> list[Process]:
+    def _start_words(self) -> list[str]:
+        return self.show().get("ExecStart", "").split()
+
+    def _own_processes(self) -> list[Process]:
         """Whatever sits in the unit's cgroup, also when systemd calls the unit failed or does not list it."""
         found = []
         uid = os.getuid()
@@ -3523,7 +3681,8 @@ class Agent:
         reply["queue_checked"] = "job_queue" in checked
         if running:
             engine, state, restarts, processes = running[0]
-            reply.update(active=engine.name, state=state, engine=self._engine_view(engine, processes, reading))
+            view = self._engine_view(engine, processes, reading, ask["engines"][engine.name])
+            reply.update(active=engine.name, state=state, engine=view)
             reply["engine"]["restarts"] = restarts
             reply["others"] = [other.name for other, *_ in running[1:]]
         reply["gpu"] = self._gpu_view(reading)
@@ -3553,7 +3712,12 @@ class Agent:
             view["foreign"] = True
         return view
 
-    def _engine_view(self, engine: Engine, processes: list[Process], reading: GpuReading) -> dict[str, Any]:
+    def _engine_view(
+        self, engine: Engine, processes: list[Process], reading: GpuReading, entry: dict[str, Any]
+    ) -> dict[str, Any]:
+        """What is known of an engine that runs; `entry`: the request's words on it."""
+        known = {"model": _ask_for(entry, "model_bytes", size, None), "max_rss": _ask_for(entry, "max_rss", size, None)}
+        found = verdict(evidence_of(self.box, reading, processes, **known))
         pids = sorted(process.pid for process in processes)
         memories = [memory for memory in map(self.box.memory, pids) if memory]
         since = min(filter(None, (started(self.box, process) for process in processes)), default=None)
@@ -3566,6 +3730,8 @@ class Agent:
             "swap": sum(memory.swap for memory in memories),
             "gpu_bytes": gpu_bytes(reading, pids),
             **self._port(engine, processes),
+            "verdict": found.value,
+            "evidence": list(found.evidence),
         }
 
     @staticmethod
@@ -3680,11 +3846,11 @@ class Agent:
             raise BadRequest("host: a name is due")
         try:
             port = _port(entry.get("port"))
-            common = (name, f"{host}.{name}", port, self.box, self.clock)
+            common = (name, f"{host}.{name}", port, self.box, self.clock, self.run)
             if "command" in entry:
-                return CommandEngine(*common, _command(entry["command"]), self.folder)
+                return CommandEngine(*common, command=_command(entry["command"]), folder=self.folder)
             scope = _one_of("user", "system")(entry.get("scope", "user"))
-            return UnitEngine(*common, _unit(entry.get("unit")), scope, bool(ask.get("sudo")))
+            return UnitEngine(*common, unit=_unit(entry.get("unit")), scope=scope, sudo=bool(ask.get("sudo")))
         except ValueError as error:
             raise BadRequest(f"engines.{name}: {error}") from None
 
@@ -4208,6 +4374,7 @@ IN_USE_PAUSE = 1.0  # seconds between two questions whether an engine is still i
 BACKOFF_FIRST, BACKOFF_LAST = 10.0, 300.0  # seconds after failed starts
 WAKE_PAUSE = 5.0  # seconds between two looks at a box that is being woken
 CRASH_LOOP, CRASH_WINDOW = 3, 600.0  # restarts by systemd within so many seconds that make a crash loop
+VERDICT_LOOKS = (20.0, 90.0)  # seconds after an engine is ready: memory that grows for a moment while a model loads is over
 LEARN_PAUSE = 1.0  # seconds between two questions for the models of an engine
 GLANCE = 0.2  # seconds between two looks at a waiting client
 
@@ -4297,7 +4464,8 @@ class Situation:
     waking: bool = False  # the box sleeps, and was sent a magic packet
     release: bool = False  # a job waits for the GPU that we hold, or runs while an engine came back
     handover_until: float = 0.0  # the GPU was handed to a waiting job
-    unload: bool = False  # somebody asked that what is up be stopped
+    unload: bool = False  # somebody asked that what is up be stopped, or it is to start anew
+    anew: str = ""  # the engine that fell back to the CPU, and is to start once more
     unfinished: bool = False  # a stop was not proven, and is tried again
     retry_due: float = 0.0  # but not before
     idle_due: float = NEVER  # when `up` has been idle for long enough
@@ -4320,12 +4488,13 @@ def plan(now: Situation) -> Step:
     a request for another one: A A B B, not A B A B, and nobody starves. A waiting job comes before all of them."""
     if now.now >= now.look_due:
         return Step("look")
-    if now.queue and (now.release or now.now < now.handover_until):
+    handing = now.release or now.now < now.handover_until
+    if now.queue and handing:
         return Step("hold")
     for engine, until in now.backoff:
         if engine in now.queue and now.now < until:
             return Step("refuse", engine)
-    wanted = now.queue[0] if now.queue else ""
+    wanted = now.queue[0] if now.queue else now.anew if not handing and now.anew != now.up else ""
     if wanted and wanted == now.up and not now.unload:
         return Step("grant", wanted)
     must_go = (now.release and (now.up or now.running or now.unfinished)) or (now.unfinished and not wanted)
@@ -4500,6 +4669,13 @@ class Host:
         self.down_since: float | None = None
         self._in_use_since = 0.0  # since when somebody beside us holds up what is to be done
         self.held_up: str | None = None  # what holds things up for longer than drain_timeout
+        self.verdict: dict[str, Any] | None = None  # {"value", "evidence"}: where the weights of `_up` are
+        self.degraded = False  # it serves from the CPU, and was started anew for that already, or is not to be
+        self.fallbacks = 0
+        self._verdict_due: tuple[float, ...] = ()  # monotonic
+        self._cpu_looks = 0  # in a row
+        self._anew = ""  # the engine that fell back, until it is started once more
+        self._restarted = False  # was `_up` started anew for that?
         self.unit_state: str | None = None  # of the engine that runs, as the agent says: "running", "restarting"
         self._restarts: deque[tuple[float, int]] = deque()  # (monotonic, count) of it, as seen within CRASH_WINDOW
         self.blocked: str | None = None  # why the box, which answers, cannot be used
@@ -4688,7 +4864,7 @@ class Host:
         if not self._up:
             return "handover" if self._handing_over() else "off"
         other = any(ticket.engine != self._up for ticket in list(self._queue))
-        return "draining" if other or self._unload or self._releasing() else "ready"
+        return "draining" if other or self._unload or self._anew or self._releasing() else "ready"
 
     def status(self) -> dict[str, Any]:
         """What the agent says now; HostDown, HostBlocked, AgentError."""
@@ -4739,8 +4915,8 @@ class Host:
                 "waits": self._waits,
                 "handover": self._handover if self._handing_over() else None,
                 "stop_error": self._stop_error,
-                "verdict": None,
-                "degraded": False,
+                "verdict": self.verdict,
+                "degraded": self.degraded,
                 "agent": self.agent,
                 "last_tick": timestamp(self.last_tick),
                 "down_since": timestamp(self.down_since),
@@ -4776,7 +4952,7 @@ class Host:
     def _admits(self, engine: str) -> bool:
         if not self.config.engines[engine].managed:
             return True
-        if self._up != engine or self._queue or self._doing or self._unload or not self._trusted:
+        if self._up != engine or self._queue or self._doing or self._unload or self._anew or not self._trusted:
             return False
         return not self._releasing() and not self._handing_over()
 
@@ -4854,7 +5030,8 @@ class Host:
             handover_until=self._handover_until if self._handing_over() else 0.0,
             unfinished=self._stop_error is not None and self.down_since is None,
             retry_due=self._retry_due,
-            unload=self._unload is not None and self._unload == self._up,
+            unload=self._up is not None and self._up in (self._unload, self._anew),
+            anew=self._anew,
             idle_due=idle_since + self.proxy.idle_stop if self._up and self._used == self._up else NEVER,
             in_use_until=self._in_use_until,
             backoff=tuple((engine, failure.until) for engine, failure in self._failures.items()),
@@ -4915,13 +5092,21 @@ class Host:
         for engine in self.config.engines.values():
             if engine.managed:
                 kind = {"command": engine.command} if engine.command else {"unit": engine.unit, "scope": engine.scope}
-                engines[engine.name] = {"port": engine.port, "vram": engine.vram, **kind}
+                facts = {"max_rss": engine.max_rss, "model_bytes": self._model_bytes(engine.name)}
+                engines[engine.name] = {"port": engine.port, "vram": engine.vram, **facts, **kind}
         config = self.config
         ask: dict[str, Any] = {"op": op, "host": config.name, "engines": engines, "sudo": config.sudo}
         ask["address"] = "127.0.0.1" if config.tunnel else config.address
         for guard in ("bench_port", "job_queue", "owner_check", "gpus", "ignore", "owner_min", "unexplained"):
             ask[guard] = getattr(config, guard)
         return ask
+
+    def _model_bytes(self, engine: str) -> int | None:
+        """The weights of what an engine has loaded, as it says itself (llama-server: data[].meta.size of /v1/models)."""
+        said = self._learned.get(engine, {}).values()
+        loaded = [entry for entry in said if (entry.get("status") or {}).get("value", "loaded") == "loaded"]
+        sizes = [(entry.get("meta") or {}).get("size") for entry in loaded]
+        return sum(count for count in sizes if isinstance(count, int)) or None
 
     def _look(self) -> None:
         """The tick: what runs there, and who else holds the GPU?"""
@@ -5018,7 +5203,9 @@ class Host:
         return True
 
     def _looked(self) -> None:
-        self._look_due = self._clock.monotonic() + self.proxy.tick
+        now = self._clock.monotonic()
+        self._verdict_due = tuple(due for due in self._verdict_due if due > now)
+        self._look_due = min((now + self.proxy.tick, *self._verdict_due))
         self.last_tick = self._clock.now()
 
     def _seen(self, reply: dict[str, Any], ready: str | None) -> None:
@@ -5049,6 +5236,7 @@ class Host:
                 self._untold = before  # until it is proven
         if reply:
             self._take_active(reply)
+            self._take_verdict(reply)
 
     def _take_waits(self, reply: dict[str, Any]) -> None:
         waits = [wait for wait in reply.get("bench_waits") or () if isinstance(wait, dict) and "job" in wait and "since" in wait]
@@ -5078,6 +5266,28 @@ class Host:
 
     def _take_pids(self, reply: dict[str, Any]) -> None:
         self._pids = {(str(reply.get("active")), pid) for pid in (reply.get("engine") or {}).get("pids") or ()}
+
+    def _take_verdict(self, reply: dict[str, Any]) -> None:
+        """Where the weights of what is up are. Two looks in a row that say "cpu" make a fallback: it is started once more as
+        soon as nothing runs on it; one that falls back again, or that nobody has asked us for, is served on as it is."""
+        view, engine = reply.get("engine") or {}, self._up
+        if engine is None or reply.get("active") != engine or "verdict" not in view:
+            return
+        self.verdict = {"value": view["verdict"], "evidence": view.get("evidence") or []}
+        self._cpu_looks = self._cpu_looks + 1 if view["verdict"] == "cpu" else 0
+        if view["verdict"] == "gpu":
+            self.degraded = False
+        if self._cpu_looks < 2 or self._anew:
+            return
+        again = self.config.engines[engine].on_cpu == "restart" and not self._restarted and self._used == engine
+        if self.degraded and not again:
+            return
+        self._anew, self.degraded = (engine, False) if again else ("", True)
+        self.fallbacks += 1
+        then = "it starts once more as soon as nothing runs on it" if again else "degraded, and served on as it is"
+        log(f"host {self.config.name}: engine {engine} serves from the CPU: {then} ({'; '.join(self.verdict['evidence'])})")
+        data = {"host": self.config.name, "engine": engine, "degraded": self.degraded, "evidence": self.verdict["evidence"]}
+        self._events.publish({"event": "cpu_fallback", "data": data})
 
     def _take_restarts(self, reply: dict[str, Any]) -> None:
         """A crash loop shows in the rate at which systemd starts the engine again, not in the count."""
@@ -5129,9 +5339,13 @@ class Host:
         self._active = engine
         if engine is None or self._unload != engine:
             self._unload = None  # one that was asked for while it started still holds
-        self._last_ended = self._clock.monotonic()
+        now = self._clock.monotonic()
+        self._last_ended = now
         self._in_use_until, self._untold = 0.0, ""
         self.since = self._clock.now()
+        self.verdict, self.degraded, self._cpu_looks, self._restarted = None, False, 0, False
+        self._verdict_due = tuple(now + due for due in VERDICT_LOOKS) if engine else ()
+        self._look_due = min((self._look_due, *self._verdict_due))
 
     def _tell(self, engine: str, status: str, **more: Any) -> None:
         """llama.cpp's own event for each model of an engine."""
@@ -5196,6 +5410,7 @@ class Host:
 
     def _switch(self, engine: str) -> None:
         name, before = self.config.name, self._up
+        anew, self._anew = self._anew == engine, ""
         log(f"host {name}: switching to engine {engine}")
         self._tell(engine, "loading")
         try:
@@ -5207,7 +5422,7 @@ class Host:
                 self.poke()
                 return
             self._started(engine, reply, before)
-            self._await_ready(engine)
+            reply = self._await_ready(engine)
         except GpuBusy as error:
             self._tell(engine, "unloaded")
             with self._changed:
@@ -5226,6 +5441,8 @@ class Host:
             self._tell(engine, "loaded")
             with self._changed:
                 self._now_up(engine, used=True)
+                self._restarted = anew
+                self._take_verdict(reply)
                 self._settle(self._waiting_for(engine))
             self.forget_models(engine)
             self.learn(engine)
@@ -5261,8 +5478,10 @@ class Host:
                 ticket.committed = True
             self._changed.notify_all()
 
-    def _await_ready(self, engine: str) -> None:
-        """Until the engine's own process serves; EngineFailed when it ended, or when that takes too long."""
+    def _await_ready(self, engine: str) -> dict[str, Any]:
+        """Until the engine's own process serves -> what the agent says of it then; EngineFailed when it ended, or when that takes
+        too long."""
+        reply: dict[str, Any] = {}
         timeout = self.config.engines[engine].start_timeout
         begun = self._clock.monotonic()
         asked, pause = begun, 0.5
@@ -5271,9 +5490,9 @@ class Host:
             now = self._clock.monotonic()
             if ready or now - asked >= pause or now >= self._look_due:
                 asked, pause = now, min(10.0, pause * 1.5)
-                self._check_process(engine, ready)
+                reply = self._check_process(engine, ready)
             if ready:
-                return
+                return reply
             if (now - begun > timeout or self._unload == engine) and not self._in_flight.get(engine):
                 self._note_stop(stop_problem(self._ask("stop", 300.0)))
                 why = "it was unloaded" if self._unload == engine else f"not ready within {age(timeout)}"
@@ -5283,8 +5502,8 @@ class Host:
                     ticket.committed = True
                 self._clock.wait(self._changed, 0.1)
 
-    def _check_process(self, engine: str, ready: bool) -> None:
-        """The one that answers must be the one that was started."""
+    def _check_process(self, engine: str, ready: bool) -> dict[str, Any]:
+        """The one that answers must be the one that was started -> the agent's reply."""
         reply = self._ask("status", 30.0, log=engine)
         if not reply.get("ok"):
             text = (reply.get("error") or {}).get("text", "no reason given")
@@ -5308,6 +5527,7 @@ class Host:
             raise EngineFailed(f"engine {engine} was {self.restarted()}; its last lines: {' | '.join(lines[-5:])}")
         if reply.get("engine", {}).get("port") == "stranger":
             raise EngineFailed("the port of engine {} is served by {}, not by it".format(engine, reply["engine"].get("stranger")))
+        return reply
 
     def _start_failed(self, engine: str, error: GuardError) -> None:
         name = self.config.name
@@ -5331,6 +5551,7 @@ class Host:
         name = self.config.name
         if self._stop_error is None:
             why = "asked to unload" if self._unload else f"idle for {age(self.proxy.idle_stop)}"
+            why = "it fell back to the CPU" if self._anew == engine else why
             log(f"host {name}: {why}: stopping engine {engine}")
         problem = self._stop_and_prove(engine)
         if problem is None:
@@ -5341,6 +5562,7 @@ class Host:
         """For a waiting job: stop, prove, and keep everybody off until its runner has looked again. Without proof none of
         that is claimed."""
         name, text = self.config.name, self._release_text()
+        self._anew = ""  # the job comes first; whoever asks afterwards starts it
         problem = self._stop_and_prove(engine)
         if problem is None:
             log(f"{text}: engine stopped")

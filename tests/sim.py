@@ -170,7 +170,7 @@ class ToyAgent(Agent):
         return self.site.in_use(engine.name)
 
     def _engine(self, name: str, entry: dict, ask: dict) -> ToyEngine:
-        return ToyEngine(name, name, entry["port"], self.box, self.clock, self.site)
+        return ToyEngine(name, name, entry["port"], self.box, self.clock, site=self.site)
 
     def _gpus(self, ask: dict) -> GpuReading:
         return self.box.reading()

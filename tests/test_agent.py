@@ -309,7 +309,7 @@ def test_an_engine_that_survives_everything_is_an_error_after_eleven_looks_one_s
 def test_a_port_that_stays_open_after_the_stop_is_an_error(folder):
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         engines = {"e": sleeper(stranger.getsockname()[1])}
-        command = CommandEngine("e", "here.e", engines["e"]["port"], Box(), FakeClock(), ("sleep", "600"), folder)
+        command = CommandEngine("e", "here.e", engines["e"]["port"], Box(), FakeClock(), command=("sleep", "600"), folder=folder)
         command.start()
         reply = quiet_agent(folder, FakeClock()).answer({"op": "stop", "host": "here", "engines": engines})
         assert reply["ok"] is False and "port" in reply["error"]["text"] and "still open after the stop" in reply["error"]["text"]
@@ -467,6 +467,7 @@ class Units:
         (root / "proc" / "net").mkdir(parents=True)
         self.shown: dict[str, str] = {"LoadState": "loaded", "ActiveState": "inactive", "SubState": "dead", "NRestarts": "0"}
         self.answers: dict[str, Finished] = {}
+        self.containers = ""
         self.on: dict[str, object] = {}
         self.clock = FakeClock()
 
@@ -494,8 +495,12 @@ class Units:
         out = "".join(f"{key}={value}\n" for key, value in self.shown.items()) if verb == "show" else ""
         return Finished(0, out.encode(), b"")
 
+    def tool(self, argv: list[str], seconds: float) -> tuple[int | None, str, str]:
+        """docker and podman."""
+        return (0, self.containers, "") if self.containers else (None, "", f"{argv[0]}: not found")
+
     def engine(self, scope: str = "system", sudo: bool = False, unit: str = "llm-engine-mainline.service") -> UnitEngine:
-        return UnitEngine("mainline", "here.mainline", 8081, Box(str(self.root)), self.clock, unit, scope, sudo, self.run)
+        return UnitEngine("mainline", "here.mainline", 8081, Box(str(self.root)), self.clock, self.tool, unit, scope, sudo, self.run)
 
     def stop(self, engine: UnitEngine) -> str | None:
         """Stop it as the agent does; what is wrong then, or None."""
@@ -623,7 +628,7 @@ def test_check_warns_of_a_container_that_its_daemon_starts_again(units, exec_sta
     units.shown.update(ExecStart="{ path=/usr/bin/x ; argv[]=%s ; ignore_errors=no }" % exec_start)
     warnings = units.engine().warnings()
     assert ("is started again by " + policy in warnings[0]) if policy else warnings == []
-    command = CommandEngine("e", "here.e", 8081, units.engine().box, units.clock, ("sh", *exec_start.split()), "/nowhere")
+    command = CommandEngine("e", "here.e", 8081, units.engine().box, units.clock, command=("sh", *exec_start.split()))
     assert (policy in command.warnings()[0]) if policy else command.warnings() == []
 
 
@@ -647,6 +652,58 @@ def test_a_pid_that_is_somebody_elses_by_then_is_not(units):
     units.process(4242, OURS)
     units.on["stop"] = lambda: units.process(4242, "0::/system.slice/else.service\n", "cron", start=99)
     assert units.stop(units.engine()) is None
+
+
+# ----- a unit that runs `docker run`
+
+CONTAINER = "4c01db0b339c" * 5 + "4242"
+
+
+@pytest.fixture
+def docked(units) -> Units:
+    """Its client is in the unit's cgroup, the server in the container's."""
+    units.shown.update(ActiveState="active", ExecStart="{ path=/usr/bin/docker ; argv[]=/usr/bin/docker run --rm --name qwen -p 8081:8080 img }")
+    units.containers = f"{CONTAINER} qwen 0.0.0.0:8081->8080/tcp\n"
+    units.process(50, OURS, "docker")
+    (units.root / "proc/50/cmdline").write_text("docker\0run\0--name\0qwen\0img\0")
+    units.process(60, f"0::/system.slice/docker-{CONTAINER}.scope\n")
+    units.listens(8081)
+    return units
+
+
+def test_what_runs_in_the_container_that_a_unit_started_is_the_units(docked):
+    assert [process.pid for process in docked.engine().processes()] == [50, 60]
+    docked.process(61, "0::/system.slice/docker-" + "f" * 64 + ".scope\n")
+    assert [process.pid for process in docked.engine().processes()] == [50, 60], "another container's is not"
+
+
+def test_a_container_that_outlives_its_killed_client_is_not_stopped(docked):
+    def client_dies() -> None:
+        docked.end(50)
+        docked.shown.update(ActiveState="failed")
+
+    docked.on["stop"] = client_dies
+    assert docked.stop(docked.engine()) == "llama-server pid 60 of an engine unit still runs after the stop"
+    assert docked.engine().state == llmguard.LEFT_OVER
+
+
+def test_a_container_that_ends_with_its_client_is_stopped(docked):
+    def both_die() -> None:
+        docked.end(50)
+        docked.end(60)
+        (docked.root / "proc/net/tcp").write_text("  sl\n")
+        docked.containers = ""
+        docked.shown.update(ActiveState="inactive")
+
+    docked.on["stop"] = both_die
+    assert docked.stop(docked.engine()) is None
+
+
+def test_docker_is_not_asked_about_a_unit_that_has_nothing_to_do_with_it(units):
+    units.process(60, f"0::/docker/{CONTAINER}\n")
+    units.containers = f"{CONTAINER} other 0.0.0.0:8081->8080/tcp\n"
+    units.listens(8081)
+    assert units.engine().processes() == [], "another's container on the port is a stranger"
 
 
 REFUSALS = {

@@ -102,7 +102,7 @@ def test_a_box_without_a_gpu_is_a_fact_and_no_error(tmp_path):
     assert reading == guard.GpuReading()
     assert guard.gpu_owners(reading) == []
     assert guard.vram_free(reading, 8 * GIB) is None
-    assert guard.evidence_of(reading, {1}, guard.Memory(GIB, GIB, 0, 0), 20).meant_for_cpu
+    assert guard.evidence_of(box, reading, []).meant_for_cpu == "no GPU"
 
 
 @pytest.mark.parametrize("given_", case("gpu-nvidia-smi-fails.json"), ids=lambda each: each["box"])
@@ -461,8 +461,8 @@ def test_the_rocm_apu_believes_kfd_when_the_counter_stands_still(tmp_path):
     assert "doesn't know" in owners[1].text
     assert guard.vram_free(reading, 120 * GIB) < 40 * GIB
     memory = guard.Memory(53 * GIB, 53 * GIB, 0, 0)
-    facts = guard.evidence_of(reading, {4242}, memory, 90, model=52 * GIB)
-    assert guard.verdict(facts).value == "gpu"
+    gpu, card = guard.gpu_bytes(reading, {4242}), guard.card_used(reading, {4242})
+    assert guard.verdict(guard.Evidence(memory, 90, gpu, card, 52 * GIB, unified=reading.unified)).value == "gpu"
 
 
 def test_two_witnesses_that_disagree_give_the_larger(tmp_path):
@@ -610,7 +610,7 @@ def test_vmrss_never_decides_on_unified_memory(tmp_path):
 def test_what_is_meant_asleep_or_partial_is_no_fallback(tmp_path):
     memory = status(tmp_path, "cpu-anon")
     for facts, because in (
-        (guard.Evidence(memory, 25, 0, 0, MODEL, meant_for_cpu=True), "meant"),
+        (guard.Evidence(memory, 25, 0, 0, MODEL, meant_for_cpu="-ngl 0"), "meant"),
         (guard.Evidence(status(tmp_path, "healthy"), 25, 0, 0, MODEL, asleep=True), "asleep"),
         (guard.Evidence(status(tmp_path, "healthy"), 25, 0, 0, MODEL), "no sign"),
         (guard.Evidence(memory, 25, 6 * GIB, None, MODEL), "partial"),
