@@ -8,6 +8,8 @@
     llmguard.py status            what it does now, as one screen and one Nagios line
     llmguard.py model list        what can be asked for, and what is loaded
     llmguard.py model load NAME   start the engine of a model; `unload` stops it once nothing runs on it
+    llmguard.py probe             after a deploy: is each model still on the GPU? time it, heal what fell back
+    llmguard.py watch             every minute by cron, on the box: did a fresh server fall back? have it unloaded
 
 Standard library only, Python 3.9 or later. Copy this one file to every box.
 
@@ -24,6 +26,8 @@ The file reads downward; each section uses only sections above it:
      9  Host                    the state machine of one GPU: acquire, drain, switch, release, handover, idle stop, ticks
     10  Proxy                   the HTTP server: parse, authorise, route, forward, stream
     11  Views                   /status, /metrics, /v1/models, /models/sse, the page at /
+    12  Probe                   one timed request for each model, its verdict, the healing
+    13  Watch                   fresh spawns, reloads and what is loaded again after them
     14  Command line            argparse, exit codes, main(argv)
 """
 
@@ -1948,11 +1952,20 @@ class Box:
                     inodes.append(int(words[9]))
         return inodes
 
-    def listening(self, port: int) -> list[Process]:
-        """The processes that listen on a port, as far as they may be looked at: another user's stay unknown."""
+    def listening(self, port: int, guess: int = 0) -> list[Process]:
+        """The processes that listen on a port, as far as they may be looked at: another user's stay unknown. `guess`: the pid
+        that did so the last time, which spares a look at all the others while it still does."""
         wanted = {"socket:[%d]" % inode for inode in self.listeners(port)}
+        if guess and wanted:
+            found = self._holding(wanted, [guess])
+            if found:
+                return found
+        return self._holding(wanted, self.pids()) if wanted else []
+
+    def _holding(self, wanted: set[str], pids: Iterable[int]) -> list[Process]:
+        """Which of these processes have such a descriptor."""
         found = []
-        for pid in self.pids() if wanted else ():
+        for pid in pids:
             folder = os.path.join(self.root, "proc/%d/fd" % pid)
             try:
                 holds = any(_link(os.path.join(folder, name)) in wanted for name in os.listdir(folder))
@@ -3558,7 +3571,7 @@ class EngineApi:
         has loaded, or for `model` alone."""
         try:
             props = self.ask("GET", "/props")
-            if props is None:
+            if props is None or props.status == 503:  # 503: llama-server loads, and serves nobody yet
                 return False
             state = props.json() if props.status == 200 else None
             if not isinstance(state, dict):
@@ -3767,7 +3780,7 @@ class Agent:
             state = wanted.state
             for other in engines.values():
                 if other is not wanted and other.state == RUNNING and self._in_use(other, ask):
-                    raise GpuBusy(f"engine {other.name} is in use", reply={"in_use": other.name})
+                    raise GpuBusy(f"engine {other.name} works for somebody, or does not answer", reply={"in_use": other.name})
             self._stop([engine for engine in engines.values() if engine is not wanted or state == LEFT_OVER])
             if state in ("off", LEFT_OVER):
                 taken = self.box.listeners(wanted.port)
@@ -7074,6 +7087,901 @@ def page_view(exchange: Exchange) -> None:
 
 
 # ======================================================================================================================
+# 12  Probe
+# ======================================================================================================================
+# One timed request for each model, after a deploy: a server that fell back to the CPU answers right, and six to ten times
+# slower. What it takes from start to end of a fixed number of tokens is the speed test that can't be fooled.
+
+OK, WARNING, CRITICAL, UNKNOWN = range(4)  # exit codes, as Nagios has them
+WORDS = ("OK", "WARNING", "CRITICAL", "UNKNOWN")
+PROBE_TOKENS = 200
+PROBE_PROMPT = "Count from one to two hundred, in words, and separate them by commas: one, two, three,"
+MAX_WALL = 40.0  # seconds; the seed's box: 9 to 12 with a cold start
+BASELINE_OF = 5  # healthy probes whose median is a model's baseline
+SLOW, TOO_SLOW = 1 / 2, 1 / 3  # of the baseline: no healthy probe any more, and a fallback
+HEAL_PAUSE = 5.0  # seconds between an unload and the next request: what was unloaded gives its memory back
+ASK_AGAIN = 2.0  # seconds between two questions whether a model is still in use: asking more often delays its cancels
+STILL_BAD = 600.0  # seconds in which `--if-changed` repeats a bad result from memory
+
+
+@dataclass
+class Report:
+    """What a guard found, for a person, a monitor and a script. `lines`: more than fits the first one."""
+
+    level: int
+    text: str
+    lines: list[str] = field(default_factory=list)
+    perfdata: list[str] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)  # for --json
+    metrics: list[tuple[str, dict[str, str], float]] = field(default_factory=list)  # for --textfile: name, labels, value
+
+    @property
+    def first_line(self) -> str:
+        """The one line that a Nagios plugin prints: https://nagios-plugins.org/doc/guidelines.html."""
+        return printable(f"{WORDS[self.level]} - {self.text}") + (" | " + " ".join(self.perfdata) if self.perfdata else "")
+
+
+def worst(levels: Iterable[int]) -> int:
+    """Critical is worse than unknown, which is worse than a warning."""
+    return max(levels, key=(OK, WARNING, UNKNOWN, CRITICAL).index, default=OK)
+
+
+def perfdatum(label: str, value: float | None, unit: str = "", limits: str = "") -> list[str]:
+    """'label'=value[unit][;warn;crit]; nothing for what is not known."""
+    quoted = re.sub(r"['=|]", "_", printable(label))
+    return [] if value is None else [f"'{quoted}'={value:.10g}{unit}{limits}"]
+
+
+class Tell:
+    """Where a guard's report goes: stdout, and whatever the options name. Nothing that fails there changes the result."""
+
+    def __init__(self, options: Any, what: str) -> None:
+        self.options, self.what = options, what
+
+    def __call__(self, report: Report, before: int | None, news: bool = True) -> None:
+        """`before`: the level of the last report, None when there was none: an alert is for what changed. Without `news` nothing is
+        printed."""
+        options = self.options
+        if not news:
+            pass
+        elif options.json:
+            print(json.dumps({"status": WORDS[report.level], "text": report.text, **report.data}, indent=1))
+        elif not (options.quiet and report.level == OK):
+            print("\n".join([report.first_line, *map(printable, report.lines)]))
+        sys.stdout.flush()
+        if options.textfile:
+            self._textfile(options.textfile, report)
+        if options.on_alert and report.level != (before or OK):
+            self._alert(options.on_alert, report)
+        if options.ping:
+            self._ping(options.ping, report)
+
+    def _textfile(self, path: str, report: Report) -> None:
+        """For the node_exporter's textfile collector: renamed into place, since it may read at any time."""
+        samples = [*report.metrics, ("status", {}, float(report.level)), ("last_run_timestamp_seconds", {}, time.time())]
+        lines = []
+        for name in dict.fromkeys(name for name, _, _ in samples):
+            lines.append(f"# TYPE llmguard_{self.what}_{name} gauge")
+            same = [(labels, value) for other, labels, value in samples if other == name]
+            lines += [prometheus_sample(f"llmguard_{self.what}_{name}", labels, value) for labels, value in same]
+        try:
+            StateFile.write(path + ".tmp", ("\n".join(lines) + "\n").encode())
+            os.chmod(path + ".tmp", 0o644)
+            os.replace(path + ".tmp", path)
+        except OSError as error:
+            log(f"--textfile {path} cannot be written: {error.strerror}")
+
+    def _alert(self, command: str, report: Report) -> None:
+        import shlex
+
+        env = dict(os.environ, LLMGUARD_STATUS=WORDS[report.level], LLMGUARD_TEXT=printable(report.text))
+        try:
+            text = "\n".join([report.first_line, *report.lines]) + "\n"
+            done = run(shlex.split(command), 60.0, data=text.encode(), env=env)
+            problem = done.problem or (done.complaint if done.code else "")
+        except (OSError, ValueError) as error:
+            problem = str(error)
+        if problem:
+            log(f"--on-alert {command}: {problem}")
+
+    def _ping(self, url: str, report: Report) -> None:
+        """healthchecks.io and its like: GET URL when all is well (healed, too), URL/fail when it is not."""
+        import urllib.error
+        import urllib.request
+
+        try:
+            with urllib.request.urlopen(url if report.level in (OK, WARNING) else url.rstrip("/") + "/fail", timeout=10):
+                pass
+        except (OSError, ValueError) as error:
+            log(f"--ping: {error}")
+
+
+def prometheus_sample(name: str, labels: dict[str, str], value: float) -> str:
+    """One line of Prometheus' text format."""
+    quoted = ",".join(f'{key}="{_label(text)}"' for key, text in labels.items())
+    return f"{name}{{{quoted}}} {value:.10g}" if quoted else f"{name} {value:.10g}"
+
+
+# ----- the server that is guarded
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that a server has loaded. `state` in llama-swap's words: starting, ready, stopping."""
+
+    model: str
+    state: str = "ready"
+    address: Address | None = None  # of the process that serves it, where the server tells
+    ttl: float = 0.0  # seconds of idleness after which it is unloaded; 0 or less: never
+    share: float | None = None  # of it on the GPU, as Ollama claims
+    claim: str = ""  # the same for people: "0 B of 4 GiB in VRAM"
+
+
+class ModelServer:
+    """A server with models behind it, whichever it is: "llmguard", "llama-swap", a llama.cpp "router", "Ollama", or a "server" of
+    one model, which can unload nothing. HostDown when nobody answers, UsageError when it wants a key."""
+
+    UNLOADED = 120.0  # seconds that an unload may take: llama-swap waits for the process
+
+    def __init__(self, address: Address, key: str = "", clock: Clock | None = None, kind: str = "") -> None:
+        self.api, self.clock = EngineApi(address, key), clock or Clock()
+        self.address = address
+        self._kind = kind
+
+    def get(self, path: str) -> Any:
+        """The JSON at a path; None when it has no such path."""
+        try:
+            reply = self.api.ask("GET", path, seconds=10.0)
+        except DeadlinePassed:
+            reply = None
+        if reply is None:
+            raise HostDown(f"no server answers on http://{self.address.authority}")
+        if reply.status in (401, 403):
+            raise UsageError(f"http://{self.address.authority} wants an API key: give it by --key or $LLMGUARD_API_KEY")
+        return reply.json() if reply.status == 200 else None
+
+    @property
+    def kind(self) -> str:
+        """Found by asking, from what only one of them answers."""
+        if not self._kind:
+            if self._has("/running", "running"):
+                self._kind = "llmguard" if self._has("/status", "sha256") else "llama-swap"
+            elif self._has("/api/ps", "models"):
+                self._kind = "Ollama"
+            else:
+                props = self.get("/props")
+                self._kind = "router" if isinstance(props, dict) and props.get("role") == "router" else "server"
+        return self._kind
+
+    def _has(self, path: str, name: str) -> bool:
+        content = self.get(path)
+        return isinstance(content, dict) and name in content
+
+    def _list(self, path: str, name: str) -> list[dict[str, Any]]:
+        content = self.get(path)
+        listed = content.get(name) if isinstance(content, dict) else None
+        return [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+
+    def loaded(self) -> list[Loaded]:
+        """What it has loaded now."""
+        if self.kind in ("llmguard", "llama-swap"):
+            content = self.get("/running")
+            if not isinstance(content, dict) or not isinstance(content.get("running"), list):
+                self._kind = ""
+                raise UsageError(f"http://{self.address.authority} is no llama-swap and no llmguard any more")
+            return self._running(content["running"])
+        if self.kind == "Ollama":
+            return [self._of_ollama(entry) for entry in self._list("/api/ps", "models")]
+        data = [entry for entry in self._list("/v1/models", "data") if "id" in entry]
+        states = {"loaded": "ready", "loading": "starting"}
+        words = [(str(entry["id"]), (entry.get("status") or {}).get("value", "loaded")) for entry in data]
+        return [Loaded(name, states[word]) for name, word in words if word in states]
+
+    @staticmethod
+    def _running(entries: list[Any]) -> list[Loaded]:
+        """llama-swap's /running; versions before v186 do not tell `proxy`, the address of each."""
+        found = []
+        for entry in entries:
+            if not isinstance(entry, dict) or not isinstance(entry.get("model"), str):
+                continue
+            try:
+                address = Address.of_url(str(entry["proxy"])) if entry.get("proxy") else None
+            except ValueError:
+                address = None
+            ttl = entry.get("ttl")
+            found.append(Loaded(entry["model"], str(entry.get("state")), address, ttl if isinstance(ttl, (int, float)) else 0.0))
+        return found
+
+    @staticmethod
+    def _of_ollama(entry: dict[str, Any]) -> Loaded:
+        """/api/ps: `size_vram` left out is 0; and it may claim all of it after the driver lost the GPU."""
+        whole, held = entry.get("size"), entry.get("size_vram", 0)
+        name = str(entry.get("model") or entry.get("name"))
+        if not isinstance(whole, (int, float)) or not isinstance(held, (int, float)) or whole <= 0:
+            return Loaded(name)
+        return Loaded(name, share=held / whole, claim=f"{size_text(held)} of {size_text(whole)} in VRAM")
+
+    def in_use(self, entry: Loaded) -> bool | None:
+        """Does a loaded model work for anybody? None: it can't be told."""
+        if self.kind == "llmguard":
+            status = self.get("/status") or {}
+            model = (status.get("models") or {}).get(entry.model) or {}
+            return bool(((status.get("hosts") or {}).get(model.get("host")) or {}).get("in_flight"))
+        if self.kind == "llama-swap":  # through it: the address that it tells is its own machine's
+            base = f"{self.address.base}/upstream/{quote(entry.model)}"
+            return EngineApi(Address(self.address.host, self.address.port, base), self.api.key).in_use()
+        return None if self.kind == "Ollama" else self.api.in_use(entry.model if self.kind == "router" else None)
+
+    def unload(self, model: str) -> bool:
+        """Have it unloaded, and wait until it is; False when it can't or does not."""
+        path, body = {
+            "router": ("/models/unload", {"model": model}),
+            "Ollama": ("/api/generate", {"model": model, "keep_alive": 0}),
+            "server": ("", None),
+        }.get(self.kind, ("/api/models/unload/" + quote(model), None))
+        try:
+            reply = self.api.ask("POST", path, body, self.UNLOADED) if path else None
+        except DeadlinePassed:
+            return False
+        if reply is None or reply.status != 200:
+            return False
+        until = self.clock.monotonic() + self.UNLOADED
+        while any(entry.model == model for entry in self.loaded()):
+            if self.clock.monotonic() >= until:
+                return False
+            self.clock.sleep(0.5)
+        return True
+
+    def load(self, model: str, seconds: float) -> str:
+        """Have a model loaded, without asking it anything -> "" or what is wrong. It goes on when the time is over."""
+        swap = self.kind == "llama-swap"
+        method, path = ("GET", f"/upstream/{quote(model)}/health") if swap else ("POST", "/models/load")
+        try:
+            reply = self.api.ask(method, path, None if swap else {"model": model}, seconds)
+        except DeadlinePassed:
+            return ""
+        if reply is None:
+            return "the server does not answer"
+        running = b"already running" in reply.body
+        return "" if reply.status < 400 or running else _error_text(reply.status, reply.body)
+
+
+def _error_text(status: int, body: bytes) -> str:
+    """What a server says is wrong, in its own words."""
+    try:
+        error = json.loads(body).get("error")
+        text = error.get("message") if isinstance(error, dict) else error
+    except (ValueError, AttributeError, RecursionError):
+        text = body.decode("utf-8", "replace")
+    return printable(str(text or "")).strip()[:200] or f"status {status}, and not a word"
+
+
+# ----- one timed request
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How a probe went. Times in seconds from the request's first byte; rates in tokens a second."""
+
+    wall: float
+    tokens: int = 0
+    first: float | None = None  # to the first token
+    rate: float | None = None  # as the server reports it
+    seen: float | None = None  # from the first token to the last, by our clock
+    drafted: bool = False  # it speculates, which inflates its rate
+    status: int = 200
+    error: str = ""
+    whole: bool = True  # False: cut off at the deadline
+
+    @property
+    def speed(self) -> float | None:
+        return self.rate if self.rate is not None else self.seen
+
+
+def measure(address: Address, key: str, model: str, seconds: float, progress: Callable[[Timing], None]) -> Timing:
+    """Ask a model for PROBE_TOKENS tokens, streamed, and time it. An error is a Timing too; EngineLost when nobody answers.
+
+    `n_predict`, `ignore_eos` and `cache_prompt` are llama-server's: as many tokens each time, and none remembered.
+    """
+    body = {
+        "model": model, "prompt": PROBE_PROMPT, "max_tokens": PROBE_TOKENS, "n_predict": PROBE_TOKENS, "temperature": 0,
+        "ignore_eos": True, "cache_prompt": False, "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    data = json.dumps(body).encode()
+    fields = [("Host", address.authority), ("Connection", "close"), ("Content-Length", str(len(data)))]
+    fields += [("Content-Type", "application/json"), *([("Authorization", "Bearer " + key)] if key else [])]
+    begun = time.monotonic()
+    deadline = begun + seconds
+    wire = Pool(address).connect(min(deadline, begun + 10.0))
+    timing = Timing(0.0)
+    try:
+        wire.write(request_head("POST", address.base + "/v1/completions", fields) + data, 30.0)
+        response = Response(wire, "POST", deadline)
+        if response.status != 200:
+            text = _error_text(response.status, response.body.all(deadline, 1 << 20))
+            return Timing(time.monotonic() - begun, status=response.status, error=text)
+        rest, last, moments = b"", {}, []
+        while True:
+            piece = response.body.read(deadline)
+            lines = (rest + piece).split(b"\n") if piece else [rest, b""]
+            rest = lines.pop()
+            for line in lines:
+                chunk = _chunk(line)
+                if "error" in chunk:
+                    return replace(timing, error=_error_text(500, json.dumps(chunk).encode()))
+                if _has_text(chunk):
+                    moments.append(time.monotonic() - begun)
+                last.update({key: chunk[key] for key in ("timings", "usage") if isinstance(chunk.get(key), dict)})
+            timing = _timing(time.monotonic() - begun, moments, last)
+            progress(timing)
+            if not piece:
+                return timing
+    except DeadlinePassed:
+        return replace(timing, wall=time.monotonic() - begun, whole=False)
+    except (PeerGone, ProtocolError, BodyTooLarge) as error:
+        return replace(timing, wall=time.monotonic() - begun, status=502, error=str(error) or "the connection broke")
+    finally:
+        wire.close()
+
+
+def _chunk(line: bytes) -> dict[str, Any]:
+    """The JSON object of one line of a stream ("data: {…}"), or of a whole answer by a server that does not stream."""
+    try:
+        content = json.loads(line[5:] if line.startswith(b"data:") else line)
+    except (ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _has_text(chunk: dict[str, Any]) -> bool:
+    choices = chunk.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+    return bool(first.get("text"))
+
+
+def _timing(wall: float, moments: list[float], last: dict[str, Any]) -> Timing:
+    """Put together from the moments at which text came and what the server said of itself in its last chunk."""
+    timings, usage = last.get("timings", {}), last.get("usage", {})
+    tokens = timings.get("predicted_n") or usage.get("completion_tokens") or len(moments)
+    spent = moments[-1] - moments[0] if moments else 0.0
+    return Timing(
+        wall,
+        int(tokens),
+        moments[0] if moments else None,
+        timings.get("predicted_per_second"),
+        (tokens - 1) / spent if spent > 0 and tokens > 1 else None,
+        bool(timings.get("draft_n")),
+    )
+
+
+# ----- its verdict
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A probe's verdict: ok, slow (nothing to heal, and no baseline either), bad (a fallback), unknown; and why."""
+
+    value: str
+    why: str
+
+
+def judge(timing: Timing, baseline: float | None, max_wall: float | None, entry: Loaded | None = None) -> Judged:
+    """Is this model on the GPU? By its own healthy baseline where there is one, else by the wall time; a `max_wall` that
+    somebody gave counts in any case. `entry`: what an Ollama claims, which is a hint and no proof."""
+    if timing.error:
+        return Judged("unknown" if timing.status in (400, 404, 405, 423, 501) else "bad", timing.error)
+    wall, speed = f"{timing.wall:.1f} s for {timing.tokens} tokens", timing.speed
+    limit = max_wall or (MAX_WALL if baseline is None else None)
+    claim = entry.claim if entry and entry.share is not None else ""
+    if not timing.whole:
+        return Judged("bad", f"cut off after {wall}")
+    if not timing.tokens:
+        return Judged("unknown", "the answer has no tokens: is it a model for text?")
+    if baseline is not None and speed is not None:
+        times = f"{speed:.1f} tokens/s, {speed / baseline:.2f} times its baseline of {baseline:.1f}"
+        if speed < TOO_SLOW * baseline:
+            return Judged("bad", times)
+        if speed < SLOW * baseline:
+            return Judged("slow", times)
+    if limit is not None and timing.wall > limit:
+        if claim and entry and 0 < (entry.share or 0) < 0.95:
+            return Judged("unknown", f"{wall}, but it is meant to be on the CPU in part ({claim}): give its own --max-wall")
+        return Judged("bad", f"{wall}, more than {limit:.0f} s" + (f" ({claim})" if claim else ""))
+    if claim and entry and entry.share == 0 and baseline is None:
+        return Judged("bad", f"{wall}, and {claim}")
+    return Judged("ok", wall)
+
+
+def baseline_of(rates: list[float]) -> float | None:
+    """The median of what healthy probes measured."""
+    return sorted(rates)[len(rates) // 2] if rates else None
+
+
+@dataclass
+class Probed:
+    """All that is told of one model."""
+
+    model: str
+    level: int
+    verdict: str
+    why: str
+    timing: Timing | None = None
+    baseline: float | None = None
+    before: Timing | None = None  # the first request, where it was healed
+
+    @property
+    def line(self) -> str:
+        timing = self.timing
+        if timing is None or not timing.tokens:
+            return f"{self.model}: {self.verdict}: {self.why}"
+        rates = ", ".join(
+            f"{rate:.1f} tokens/s {by}"
+            for rate, by in ((timing.rate, "by the server"), (timing.seen, "as seen"))
+            if rate is not None
+        )
+        first = f", first token after {timing.first:.1f} s" if timing.first is not None else ""
+        notes = (" (drafting)" if timing.drafted else "") + (f", baseline {self.baseline:.1f}" if self.baseline else "")
+        return f"{self.model}: {self.verdict}: {self.why}{first}, {rates}{notes}"
+
+
+@dataclass(frozen=True)
+class ProbeSettings:
+    """How to probe. Times in seconds."""
+
+    max_wall: float | None = None
+    wait: float = 120.0  # for a model in use
+    dry_run: bool = False
+    force: bool = False  # also when it can't be told whether what would be evicted is in use
+    heal: bool = True
+
+
+class Prober:
+    """Probes the models of one server; `known` is the server's part of probe.json."""
+
+    def __init__(
+        self, server: ModelServer, settings: ProbeSettings, known: dict[str, Any], progress: Callable[[str], None]
+    ) -> None:
+        self.server, self.settings, self.progress = server, settings, progress
+        self.clock = server.clock
+        models = known.setdefault("models", {})
+        self.models: dict[str, Any] = models if isinstance(models, dict) else {}
+        known["models"] = self.models
+
+    def probe(self, model: str) -> Probed:
+        """One model: wait until nobody uses it, time it, and heal it once when it fell back."""
+        held = self._await_calm(model)
+        if held:
+            return Probed(model, UNKNOWN, "unknown", held)
+        timing = self._measure(model)
+        judged, baseline = self._judge(model, timing)
+        if judged.value != "bad":
+            return self._probed(model, judged, timing, baseline)
+        can = "this kind of server unloads nothing" if self.server.kind == "server" else "not unloaded (--dry-run)"
+        if self.settings.dry_run or not self.settings.heal or self.server.kind == "server":
+            return Probed(model, CRITICAL, "cpu", f"{judged.why}; {can}" if self.settings.heal else judged.why, timing, baseline)
+        held = self._await_calm(model)
+        if held:
+            return Probed(model, CRITICAL, "cpu", f"{judged.why}; not unloaded: {held}", timing, baseline)
+        self.progress(f"{model}: {judged.why}: unloading it")
+        if not self.server.unload(model):
+            return Probed(model, CRITICAL, "cpu", f"{judged.why}; the server did not unload it", timing, baseline)
+        self.clock.sleep(HEAL_PAUSE)
+        again = self._measure(model)
+        judged_again, baseline = self._judge(model, again)
+        if judged_again.value == "ok":
+            healed = self._probed(model, judged_again, again, baseline)
+            healed.level, healed.verdict, healed.before = WARNING, "healed", timing
+            healed.why = f"{judged_again.why} after an unload, {judged.why} before"
+            return healed
+        return Probed(model, CRITICAL, "cpu", f"{judged_again.why} also after an unload", again, baseline, timing)
+
+    def _probed(self, model: str, judged: Judged, timing: Timing, baseline: float | None) -> Probed:
+        """What is not bad; a healthy rate joins the model's baseline."""
+        levels = {"ok": OK, "slow": WARNING, "unknown": UNKNOWN}
+        words = {"ok": "gpu", "slow": "slow", "unknown": "unknown"}
+        if judged.value == "ok" and timing.speed is not None and timing.whole and not self.settings.dry_run:
+            rates = [*self._rates(model, timing.drafted), round(timing.speed, 2)][-BASELINE_OF:]
+            self.models[model] = {**self._known(model), "drafted" if timing.drafted else "plain": rates}
+        return Probed(model, levels[judged.value], words[judged.value], judged.why, timing, baseline)
+
+    def _known(self, model: str) -> dict[str, Any]:
+        known = self.models.get(model)
+        return known if isinstance(known, dict) else {}
+
+    def _rates(self, model: str, drafted: bool) -> list[float]:
+        """Like with like: a model that drafts is faster than itself."""
+        rates = self._known(model).get("drafted" if drafted else "plain")
+        return [rate for rate in rates if isinstance(rate, (int, float)) and rate > 0] if isinstance(rates, list) else []
+
+    def _judge(self, model: str, timing: Timing) -> tuple[Judged, float | None]:
+        baseline = baseline_of(self._rates(model, timing.drafted))
+        entry = next((entry for entry in self.server.loaded() if entry.model == model), None)
+        judged = judge(timing, baseline, self.settings.max_wall, entry)
+        if judged.value == "ok" and self.server.kind == "llmguard":
+            status = self.server.get("/status") or {}
+            where = (status.get("models") or {}).get(model) or {}
+            said = ((status.get("hosts") or {}).get(where.get("host")) or {}).get("verdict") or {}
+            if said.get("value") == "cpu":
+                return Judged("slow", f"{judged.why}, but its host says cpu: {'; '.join(said.get('evidence') or ())}"), baseline
+        return judged, baseline
+
+    def _measure(self, model: str) -> Timing:
+        """Once more where a request that came right after an unload got the old server's last word."""
+        longest = 3 * (self.settings.max_wall or MAX_WALL)
+        show = lambda timing: self.progress(f"{model}: {timing.tokens} tokens, {age(timing.wall)}")
+        self.progress(f"{model}: asked for {PROBE_TOKENS} tokens")
+        for attempt in (1, 2):
+            timing = measure(self.server.address, self.server.api.key, model, longest, show)
+            stale = timing.status == 502 or (timing.status == 500 and "abort" in timing.error.lower())
+            if not stale or attempt == 2:
+                break
+            self.clock.sleep(1.0)
+        return timing
+
+    def _await_calm(self, model: str) -> str:
+        """Wait until a request for a model disturbs nobody -> "" or why it would: what is in use is neither timed nor evicted."""
+        until = self.clock.monotonic() + self.settings.wait
+        while True:
+            loaded = self.server.loaded()
+            own = [entry for entry in loaded if entry.model == model]
+            uses = {entry.model: self.server.in_use(entry) for entry in (own or loaded) if entry.state == "ready"}
+            busy = next((name for name, used in uses.items() if used), "")
+            unknown = next((name for name, used in uses.items() if used is None and not own), "")
+            if not busy:
+                if unknown and self.server.kind != "Ollama" and not self.settings.force:
+                    return f"it can't be told whether {unknown}, which it may evict, is in use (--force probes all the same)"
+                return ""
+            if self.clock.monotonic() >= until:
+                return f"{busy} is in use" + (f", for {age(self.settings.wait)} now" if self.settings.wait else "")
+            self.progress(f"{model}: waiting, {busy} is in use")
+            self.clock.sleep(ASK_AGAIN)
+
+
+def probe_report(server: ModelServer, results: list[Probed]) -> Report:
+    """All models of a probe in one report."""
+    level = worst(result.level for result in results)
+    bad = [result for result in results if result.level == level and level]
+    text = "; ".join(result.line for result in bad) if bad else f"{len(results)} of {len(results)} models are healthy"
+    report = Report(level, text if results else "no model is loaded: nothing to probe", [result.line for result in results])
+    names = {"wall": ("wall_seconds", "s"), "first": ("first_token_seconds", "s"), "speed": ("tokens_per_second", "")}
+    for result in results:
+        labels = {"model": result.model}
+        report.metrics.append(("model_status", labels, float(result.level)))
+        for name, (metric, unit) in names.items():
+            value = getattr(result.timing, name) if result.timing else None
+            report.perfdata += perfdatum(f"{result.model} {name}", value if value is None else round(value, 3), unit)
+            report.metrics += [(metric, labels, value)] if value is not None else []
+    timings = lambda result: {name: vars(getattr(result, name)) for name in ("timing", "before") if getattr(result, name)}
+    models = {result.model: {**vars(result), **timings(result)} for result in results}
+    report.data = {"url": f"http://{server.address.authority}{server.address.base}", "server": server.kind, "models": models}
+    return report
+
+
+def changed_since(files: Iterable[str], server: ModelServer, box: Box) -> dict[str, Any]:
+    """What `--if-changed` compares: the files' contents, and when the server was started (of another machine's, only llmguard
+    tells). UsageError for a file that can't be read."""
+    import hashlib
+
+    signs: dict[str, Any] = {}
+    for path in files:
+        try:
+            with open(path, "rb") as file:
+                signs[os.path.abspath(path)] = hashlib.sha256(file.read()).hexdigest()
+        except OSError as error:
+            raise UsageError(f"--if-changed {path}: {error.strerror}") from None
+    local = box.listening(server.address.port) if is_loopback(server.address.host) else []
+    if local:
+        signs["started"] = sorted(f"{process.pid}:{process.start}" for process in local)
+    elif server.kind == "llmguard":
+        signs["started"] = (server.get("/status") or {}).get("started")
+    return signs
+
+
+# ======================================================================================================================
+# 13  Watch
+# ======================================================================================================================
+# On the box, from cron or as a service: judges each freshly spawned server twice, has one unloaded that fell back to the CPU,
+# and after a reload of llama-swap's configuration loads what was loaded before once the memory has drained, before a client
+# does it too early.
+
+LOOK_AT = (20.0, 90.0)  # seconds of a process's own age
+EVERY = 10.0  # seconds between two passes of --loop and --for
+VRAM_LOW = 1 << 30  # bytes: drained
+DRAIN_PATIENCE = 30.0  # seconds that a pass waits for that
+STANDS_STILL = 12  # looks one second apart: what nobody explains then is no dead server's any more
+RELOAD_WITHIN = 120.0  # seconds between a change of the configuration and the reload that it causes
+RESPAWN_TRIES = 3
+RESPAWN_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class WatchSettings:
+    """`max_rss`: host memory that is normal, in bytes; for all models under "", or by a model's name."""
+
+    max_rss: dict[str, int] = field(default_factory=dict)
+    vram_low: int = VRAM_LOW
+    config: str | None = None  # llama-swap's; None: as its command line says
+    force: bool = False
+    dry_run: bool = False
+    respawn: bool = True
+
+
+@dataclass
+class Seen:
+    """A server as one pass finds it."""
+
+    entry: Loaded
+    processes: list[Process] = field(default_factory=list)
+    trouble: str = ""  # why its processes can't be told
+
+    @property
+    def id(self) -> str:
+        """The listening process, and not a later one with its pid."""
+        return f"{self.processes[0].pid}:{self.processes[0].start}"
+
+
+class Watch:
+    """The passes over one server's models; `known` is its part of watch.json."""
+
+    def __init__(
+        self,
+        server: ModelServer,
+        settings: WatchSettings,
+        known: dict[str, Any],
+        box: Box | None = None,
+        tool: Run = run_tool,
+    ) -> None:
+        self.server, self.settings = server, settings
+        self.clock, self.box, self.tool = server.clock, box or Box(), tool
+        self.known = known
+        self.servers: dict[str, dict[str, Any]] = self._part("servers")  # model -> what was seen of the one that served it
+        self.heals: dict[str, Any] = self._part("heals")  # model -> unloads since it was last not on the CPU
+        self.lost: dict[str, Any] = self._part("lost")  # model -> how often it was loaded again after a reload
+        self.findings: list[tuple[int, str]] = []
+        self.report = Report(OK, "")
+
+    def _part(self, name: str) -> dict[str, Any]:
+        part = self.known.get(name)
+        self.known[name] = part if isinstance(part, dict) else {}
+        return self.known[name]  # type: ignore[no-any-return]  # it is one by now
+
+    def one_pass(self) -> Report:
+        """Look at everything once. HostDown when the server does not answer; UsageError when it can't be watched."""
+        if self.server.kind not in ("llmguard", "llama-swap"):
+            where = self.server.address.authority
+            raise UsageError(f"http://{where} is no llama-swap and no llmguard: it has no /running to watch")
+        self.findings, self.report = [], Report(OK, "")
+        entries = self.server.loaded()
+        if entries and not any(entry.address for entry in entries):
+            raise UsageError("this llama-swap is too old to tell the port of its servers: watch needs v186 or later")
+        if self.known.get("boot") != self.box.boot():
+            for part in (self.servers, self.heals, self.lost, self.known):
+                part.clear()  # pids mean nothing any more, and nothing drains
+            self.known.update(boot=self.box.boot(), servers=self.servers, heals=self.heals, lost=self.lost)
+        seen = [self._find(entry) for entry in entries]
+        self._reloaded({one.entry.model for one in seen})
+        for one in seen:
+            self._look(one)
+        for model in [model for model in self.servers if model not in {entry.model for entry in entries}]:
+            del self.servers[model]
+        if self.lost and self.settings.respawn:
+            self._respawn()
+        report = self.report
+        report.level = worst(level for level, _ in self.findings)
+        told = [text for level, text in self.findings if level == report.level or not report.level]
+        report.text = "; ".join(told) if told else "no model is loaded"
+        report.lines = [text for level, text in self.findings if text not in told]
+        return report
+
+    def _say(self, level: int, text: str) -> None:
+        self.findings.append((level, text))
+
+    # ----- whose processes they are
+
+    def _find(self, entry: Loaded) -> Seen:
+        """By the port that it listens on: a name pattern sees the wrong process, or none."""
+        if entry.address is None:
+            return Seen(entry, trouble="its server does not tell a port")
+        if not is_loopback(entry.address.host):
+            return Seen(entry, trouble=f"it runs on another machine ({entry.address.host}): watch it there")
+        port = entry.address.port
+        at_port = self.box.listening(port, self._pid(self.servers.get(entry.model, {}).get("id")))
+        fronts = [process for process in at_port if process.comm in PORT_FRONTS]
+        if fronts or (not at_port and self.box.listeners(port)):
+            for tool in ("docker", "podman"):
+                inside = [] if at_port and not fronts else container_processes(self.box, self.tool, tool, port)
+                if inside:
+                    return Seen(entry, sorted(inside, key=lambda process: process.start))
+            if fronts:
+                return Seen(entry, trouble=f"port {port} is served by {fronts[0].comm}, for a container that can't be looked into")
+            return Seen(entry, trouble=f"port {port} is served by a process that this user may not look into")
+        return Seen(entry, at_port)
+
+    @staticmethod
+    def _pid(name: Any) -> int:
+        pid = str(name).partition(":")[0]
+        return int(pid) if pid.isdigit() else 0
+
+    # ----- fresh spawns
+
+    def _look(self, one: Seen) -> None:
+        model, state = one.entry.model, one.entry.state
+        if one.trouble:
+            self._say(UNKNOWN, f"{model}: {one.trouble}")
+            return
+        if not one.processes:
+            if state == "ready":
+                self._say(OK, f"{model}: gone")
+            return
+        known = self.servers.get(model)
+        if not known or known.get("id") != one.id:
+            known = self.servers[model] = {"id": one.id, "looks": [], "ttl": one.entry.ttl}
+        process = one.processes[0]
+        named = f"{process.comm} pid {process.pid}"
+        seconds = self.box.age(process)
+        if state != "ready":
+            self._say(OK, f"{model}: {state} ({named})")
+            return
+        due = [at for at in LOOK_AT if seconds >= at and at not in known["looks"]]
+        if due:
+            found = self._judge(one)
+            if not self.box.same(process.pid, process.start):
+                self._say(OK, f"{model}: gone")  # between two reads: what was read of it says nothing
+                return
+            known["looks"] += due
+            known.update(verdict=found.value, because=found.because, evidence=list(found.evidence))
+        if "verdict" not in known:
+            self._say(OK, f"{model}: {named} is too young to be judged ({age(seconds)})")
+        elif known["verdict"] == "cpu":
+            self._fallen(one, known, named)
+        else:
+            if due:
+                self.heals.pop(model, None)
+            told = known["evidence"][-1] if known["evidence"] else ""
+            level = WARNING if known.get("because") == "unreadable" else OK
+            self._say(level, f"{model}: {known['verdict']} ({named}, {age(seconds)} old: {told})")
+
+    def _judge(self, one: Seen) -> Verdict:
+        reading = read_gpus(self.box, self.tool)
+        limits = self.settings.max_rss
+        more = {"max_rss": limits.get(one.entry.model, limits.get(""))}
+        facts = evidence_of(self.box, reading, self.box.family({process.pid for process in one.processes}), **more)
+        if facts.model is None and one.entry.address is not None:
+            said = EngineApi(one.entry.address, self.server.api.key).models() or []
+            sizes = [(entry.get("meta") or {}).get("size") for entry in said]
+            facts = replace(facts, model=next((count for count in sizes if isinstance(count, int)), None))
+        memory = facts.memory or Memory(0, 0, 0, 0)
+        labels = {"model": one.entry.model}
+        for name, value in (("rss_bytes", memory.rss), ("gpu_bytes", facts.gpu)):
+            self.report.perfdata += perfdatum(f"{one.entry.model} {name[:-6]}", value, "B")
+            self.report.metrics += [(name, labels, float(value))] if value is not None else []
+        return verdict(facts)
+
+    def _fallen(self, one: Seen, known: dict[str, Any], named: str) -> None:
+        """It serves from the CPU: have it unloaded, once, and not while somebody uses it."""
+        model, why = one.entry.model, "; ".join(known["evidence"])
+        text = f"{model}: cpu ({named}: {why})"
+        if self.heals.get(model):
+            self._say(CRITICAL, f"{text}: also after an unload, so it is left as it is")
+        elif self.settings.dry_run:
+            self._say(CRITICAL, f"{text}: would be unloaded (--dry-run)")
+        elif not self.settings.force and self._in_use(one):
+            self._say(CRITICAL, f"{text}: in use, so it is unloaded at a later pass (--force does it at once)")
+        elif not self.server.unload(model):
+            self._say(CRITICAL, f"{text}: the server did not unload it")
+        else:
+            self.heals[model] = 1
+            self.servers.pop(model, None)
+            self._say(WARNING, f"{text}: unloaded (what ran on it was cut), the next request spawns it anew")
+
+    def _in_use(self, one: Seen) -> bool:
+        if one.entry.address is None:
+            return False
+        api = EngineApi(one.entry.address, self.server.api.key)
+        known = api.in_use()
+        return known if known is not None else connections_at_work(self.box, self.tool, one.entry.address.port) != 0
+
+    # ----- reloads
+
+    def _front(self) -> Process | None:
+        """The process that answers at the url, when it is one of this box that we may look at."""
+        if not is_loopback(self.server.address.host):
+            return None
+        at_port = self.box.listening(self.server.address.port, self._pid(self.known.get("front")))
+        return at_port[0] if at_port else None
+
+    def _config_hash(self, front: Process | None) -> str | None:
+        """Of llama-swap's configuration: the file that was named, or the one on its command line."""
+        import hashlib
+
+        path = self.settings.config
+        if path is None and front is not None:
+            words = iter(self.box.argv(front.pid)[1:])
+            for word in words:
+                option, _, value = word.partition("=")
+                if option.lstrip("-") == "config":
+                    path = os.path.join(_link(os.path.join(self.box.root, f"proc/{front.pid}/cwd")), value or next(words, ""))
+        content = self.box.read(path.lstrip("/")) if path else None
+        return hashlib.sha256(content.encode()).hexdigest() if content is not None else None
+
+    def _reloaded(self, running: set[str]) -> None:
+        """Was the configuration reloaded since the last pass? Then all servers are gone at once; one alone may just have been
+        idle for long enough, or unloaded by hand, but for a changed file or a new front (or, where the file can't be seen, a
+        server that never goes by itself)."""
+        front = self._front()
+        now, front_id = self.clock.now(), f"{front.pid}:{front.start}" if front else None
+        found, before = self._config_hash(front), self.known.get("config")
+        if found is not None and before is not None and found != before:
+            self.known["changed"] = timestamp(now)
+        fresh = 0 <= now - parse_timestamp(self.known.get("changed")) <= RELOAD_WITHIN
+        new_front = front_id is not None and self.known.get("front") not in (None, front_id)
+        self.known.update(front=front_id or self.known.get("front"), config=found or before)
+        if not self.servers or any(self._alive(str(known.get("id"))) for known in self.servers.values()):
+            return
+        never_alone = found is None and any((known.get("ttl") or 0) <= 0 for known in self.servers.values())
+        if fresh or new_front or len(self.servers) > 1 or never_alone:
+            self.known["changed"] = None
+            lost = sorted(set(self.servers) - running)
+            self.lost.update({model: 0 for model in lost})
+            self._say(OK, "a reload stopped all servers" + (f": {', '.join(lost)} to be loaded again" if lost else ""))
+
+    def _alive(self, name: str) -> bool:
+        start = name.partition(":")[2]
+        return start.isdigit() and self.box.same(self._pid(name), int(start)) is not None
+
+    def _respawn(self) -> None:
+        """Load what a reload stopped, once what it held is given back."""
+        if self.settings.dry_run:
+            self._say(WARNING, f"{', '.join(sorted(self.lost))}: would be loaded again (--dry-run)")
+            return
+        held = self._await_drain()
+        if held:
+            self._say(WARNING, f"{', '.join(sorted(self.lost))}: not loaded again yet: {held}")
+            return
+        for model in sorted(self.lost):
+            if any(entry.model == model for entry in self.server.loaded()):
+                del self.lost[model]
+                self._say(OK, f"{model}: loaded again by a client")
+                continue
+            tries = self.lost[model] + 1 if isinstance(self.lost[model], int) else 1
+            problem = self.server.load(model, RESPAWN_SECONDS)
+            if not problem:
+                del self.lost[model]
+                self._say(OK, f"{model}: loaded again after the reload")
+            elif tries >= RESPAWN_TRIES:
+                del self.lost[model]
+                self._say(WARNING, f"{model}: not loaded again after {tries} tries: {problem}")
+            else:
+                self.lost[model] = tries
+                self._say(WARNING, f"{model}: not loaded again yet: {problem}")
+
+    def _await_drain(self) -> str:
+        """Until next to no GPU memory is in use that no living process explains, or that stands still -> "" or what is still
+        held. Where it can't be read: until the looks are over, which gives what drains its time."""
+        until = self.clock.monotonic() + DRAIN_PATIENCE
+        looks: list[int | None] = []
+        while True:
+            looks.append(self._unexplained())
+            left = looks[-1]
+            still = len(looks) >= STANDS_STILL and len({*looks[-STANDS_STILL:]}) == 1
+            if left is not None and (still or left < self.settings.vram_low):
+                return ""
+            if self.clock.monotonic() >= until:
+                return f"{size_text(left)} of GPU memory is in use by nobody who lives" if left is not None else ""
+            self.clock.sleep(1.0)
+
+    def _unexplained(self) -> int | None:
+        """GPU memory that is in use, but by no living process."""
+        reading = read_gpus(self.box, self.tool)
+        cards = cards_of(reading.devices)
+        if reading.problem or not cards or any(card.used is None for card in cards):
+            return None
+        rows = [row for card in cards for row in reading.on(card)]
+        living = {row.pid for row in rows if (found := self.box.process(row.pid)) and not found.ended}
+        return max(0, sum(card.used or 0 for card in cards) - sum(row.bytes or 0 for row in rows if row.pid in living))
+
+
+# ======================================================================================================================
 # 14  Command line
 # ======================================================================================================================
 
@@ -7420,31 +8328,198 @@ def engine_stop_command(options: Any) -> int:
     return 0
 
 
+# ----- probe and watch
+
+
+def _guarded(options: Any, what: str) -> tuple[ModelServer, StateFile, dict[str, Any], dict[str, Any]]:
+    """The server that is asked, the guard's state file, its content, and the part of it that is about this server."""
+    client = ProxyClient(options)
+    file = StateFile(state_folder(options.state_dir), what + ".json")
+    content = file.load()
+    servers = content.get("servers")
+    content["servers"] = servers = servers if isinstance(servers, dict) else {}
+    url = f"http://{client.address.authority}{client.address.base}"
+    known = servers.get(url)
+    servers[url] = known = known if isinstance(known, dict) else {}
+    server = ModelServer(client.address, client.key, kind=str(known.get("kind") or ""))
+    return server, file, content, known
+
+
+def _failed(error: GuardError) -> Report:
+    """A server that does not answer is critical; what a guard can't find out for another reason is unknown."""
+    return Report(CRITICAL if isinstance(error, HostDown) else UNKNOWN, str(error))
+
+
+def probe_command(options: Any) -> int:
+    """Time a request to each model, heal what fell back."""
+    server, file, content, known = _guarded(options, "probe")
+    tell = Tell(options, "probe")
+    before = known.get("level")
+    lock = Lock(os.path.join(os.path.dirname(file.path), "probe.lock"), "probe")
+    try:
+        lock.acquire(options.wait)
+    except AlreadyHeld as held:
+        print(f"OK - another probe runs: {held.fields['holder']}")
+        return OK
+    with lock:
+        try:
+            report = _probe(options, server, known)
+        except GuardError as error:
+            report = _failed(error)
+        if sys.stderr.isatty():
+            sys.stderr.write("\r\x1b[K")
+        if not options.dry_run:
+            known["level"] = report.level
+            file.save(content)
+        tell(report, before)
+    return report.level
+
+
+def _probe(options: Any, server: ModelServer, known: dict[str, Any]) -> Report:
+    settings = ProbeSettings(options.max_wall, options.wait, options.dry_run, options.force, not options.no_heal)
+    signs = changed_since(options.if_changed or (), server, Box())
+    signs["models"] = sorted(options.models)
+    if options.if_changed and known.get("signs") == signs:
+        since, left = known.get("checked"), parse_timestamp(known.get("checked")) + STILL_BAD - time.time()
+        if known.get("level") in (OK, WARNING):
+            return Report(OK, f"nothing changed since the last good probe at {since}")
+        if known.get("level") == CRITICAL and left > 0:
+            return Report(CRITICAL, f"at {since}, asked again in {age(left)}: {known.get('text')}")
+
+    def progress(text: str) -> None:
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r{printable(text)}\x1b[K")
+            sys.stderr.flush()
+
+    prober = Prober(server, settings, known, progress)
+    names = options.models or [entry.model for entry in server.loaded() if entry.state == "ready"]
+    results = [prober.probe(model) for model in names]
+    report = probe_report(server, results)
+    if not options.dry_run:
+        known.update(signs=signs, checked=timestamp(time.time()), text=report.text)
+    return report
+
+
+def watch_command(options: Any) -> int:
+    """One pass, or passes for as long as it says -> the worst of their levels."""
+    server, file, content, known = _guarded(options, "watch")
+    tell = Tell(options, "watch")
+    lock = Lock(os.path.join(os.path.dirname(file.path), "watch.lock"), "watch")
+    try:
+        lock.acquire()
+    except AlreadyHeld as held:
+        print(f"OK - another watch runs: {held.fields['holder']}")
+        return OK
+    limits, config = dict(options.max_rss or ()), options.llama_swap_config
+    settings = WatchSettings(limits, options.vram_low, config, options.force, options.dry_run, not options.no_respawn)
+    until = time.monotonic() + (NEVER if options.loop else options.seconds)
+    levels, said = [], ""
+    with lock:
+        watch = Watch(server, settings, known)
+        while True:
+            before = known.get("level")
+            try:
+                report = watch.one_pass()
+                known["kind"] = server.kind
+            except GuardError as error:
+                report = _failed(error)
+                known.pop("kind", None)
+            levels.append(report.level)
+            known["level"] = report.level
+            if not options.dry_run:
+                file.save(content)
+            words = re.sub(r"\d[\d.]*", "", report.text)  # an age grows from pass to pass, and that alone is no news
+            tell(report, before, news=words != said or report.level != before)
+            said = words
+            if time.monotonic() + options.every >= until:
+                return worst(levels)
+            if len(levels) > 1:
+                levels = [worst(levels)]
+            time.sleep(options.every)
+
+
 # ----- main
+
+
+GUARDS = ("check", "status", "probe", "watch")  # speak Nagios
+
+
+def _seconds(text: str) -> float:
+    return float(_argument(duration, text))
+
+
+def _bytes(text: str) -> int:
+    return int(_argument(size, text))
+
+
+def _model_size(text: str) -> tuple[str, int]:
+    name, _, count = text.rpartition("=")
+    return name, _bytes(count)
+
+
+def _argument(read: Callable[[str], Any], text: str) -> Any:
+    import argparse
+
+    try:
+        return read(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _parser() -> Any:
     import argparse
 
-    parser = argparse.ArgumentParser(
-        prog="llmguard.py", description="Keeps local LLM boxes honest.", epilog="Exit codes are sysexits; check: 0, 1 or 2."
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> Any:
+            raise UsageError(f"{message} (see {self.prog} --help)")
+
+    parser = Parser(
+        prog="llmguard.py",
+        description="Keeps local LLM boxes honest.",
+        epilog="Exit codes: check, status, probe, watch 0 OK, 1 warning or healed, 2 critical, 3 unknown or usage; else sysexits.",
     )
     parser.add_argument("--version", action="store_true", help="version and the hash of this very file")
     parser.add_argument("--state-dir", metavar="DIR", help="where state files are kept")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more")
-    common = argparse.ArgumentParser(add_help=False)
+    common = Parser(add_help=False)
     common.add_argument("-c", "--config", metavar="FILE", help="configuration, .toml or .json")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     serving = commands.add_parser("serve", parents=[common], help="the proxy")
     serving.add_argument("--listen", metavar="HOST:PORT", help="instead of proxy.listen")
     serving.set_defaults(run=serve)
     commands.add_parser("check", parents=[common], help="read the configuration, reach every host").set_defaults(run=check)
-    asking = argparse.ArgumentParser(add_help=False, parents=[common])
+    asking = Parser(add_help=False, parents=[common])
     asking.add_argument("--url", help="the proxy, http://HOST:PORT (default: proxy.listen)")
     asking.add_argument("--key", help="API key (default: $LLMGUARD_API_KEY, or from the configuration)")
     status = commands.add_parser("status", parents=[asking], help="what the proxy does now; a Nagios line and exit code")
     status.add_argument("--json", action="store_true", help="all of /status")
     status.set_defaults(run=status_command)
+    telling = Parser(add_help=False, parents=[asking])
+    telling.add_argument("--json", action="store_true", help="print all of it as JSON")
+    telling.add_argument("-q", "--quiet", action="store_true", help="print nothing while all is well")
+    telling.add_argument("--dry-run", action="store_true", help="look and tell, change nothing")
+    telling.add_argument("--force", action="store_true", help="also where somebody may use the model")
+    telling.add_argument("--textfile", metavar="FILE.prom", help="for the node_exporter's textfile collector")
+    telling.add_argument("--on-alert", metavar="COMMAND", help="run when the result changed; the report on its stdin")
+    telling.add_argument("--ping", metavar="URL", help="healthchecks.io and its like: URL, or URL/fail")
+    probing = commands.add_parser("probe", parents=[telling], help="time each model, heal what fell back to the CPU")
+    probing.add_argument("models", nargs="*", metavar="MODEL", help="default: what is loaded now")
+    probing.add_argument("--max-wall", type=_seconds, metavar="TIME", help="longest healthy time (40s without a baseline)")
+    probing.add_argument("--wait", type=_seconds, default=120.0, metavar="TIME", help="for a model in use (2m)")
+    probing.add_argument("--if-changed", action="append", metavar="FILE", help="only when it, or the server's start, changed")
+    probing.add_argument("--no-heal", action="store_true", help="unload nothing")
+    probing.set_defaults(run=probe_command)
+    watching = commands.add_parser("watch", parents=[telling], help="judge fresh servers of llama-swap or llmguard on this box")
+    watching.add_argument("--for", dest="seconds", type=_seconds, default=0.0, metavar="TIME", help="go on so long (cron: 55s)")
+    watching.add_argument("--loop", action="store_true", help="go on for ever, as a service")
+    watching.add_argument("--every", type=_seconds, default=EVERY, metavar="TIME", help="between two passes (10s)")
+    watching.add_argument(
+        "--max-rss", type=_model_size, action="append", metavar="[MODEL=]SIZE", help="healthy VmRSS (8GiB, less if small)"
+    )
+    watching.add_argument("--vram-low", type=_bytes, default=VRAM_LOW, metavar="SIZE", help="in use when drained (1GiB)")
+    watching.add_argument("--llama-swap-config", metavar="FILE", help="default: as llama-swap's command line says")
+    watching.add_argument("--no-respawn", action="store_true", help="load nothing again after a reload")
+    watching.set_defaults(run=watch_command)
     model = commands.add_parser("model", help="list, load and unload models")
     verbs = model.add_subparsers(dest="verb", metavar="list|load|unload", required=True)
     verbs.add_parser("list", parents=[asking], help="all models and their state").set_defaults(run=model_list_command)
@@ -7479,7 +8554,12 @@ def _parser() -> Any:
 def main(argv: list[str] | None = None) -> int:
     """The command line -> exit code."""
     parser = _parser()
-    options = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        options = parser.parse_args(words)
+    except UsageError as error:
+        sys.stderr.write(f"{error}\n")
+        return UNKNOWN if any(word in GUARDS for word in words) else error.exit_code
     log.verbose = options.verbose
     if options.version:
         print(f"llmguard {__version__} {own_hash()[:12]}")
@@ -7492,7 +8572,7 @@ def main(argv: list[str] | None = None) -> int:
         return code
     except GuardError as error:
         sys.stderr.write(f"llmguard.py: {error}\n")
-        return error.exit_code
+        return UNKNOWN if options.command in GUARDS else error.exit_code
     except KeyboardInterrupt:
         return 130
 
