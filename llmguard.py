@@ -7012,8 +7012,11 @@ def events_view(exchange: Exchange) -> None:
         listener.wire.close()
 
 
-def _label(text: str) -> str:
-    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+def prometheus_sample(name: str, labels: dict[str, str], value: float) -> str:
+    """One line of Prometheus' text format."""
+    escaped = str.maketrans({"\\": r"\\", '"': r'\"', "\n": r"\n"})
+    quoted = ",".join(f'{key}="{text.translate(escaped)}"' for key, text in labels.items())
+    return f"{name}{{{quoted}}} {value:.10g}" if quoted else f"{name} {value:.10g}"
 
 
 @own("GET", "/metrics")
@@ -7022,16 +7025,21 @@ def metrics_view(exchange: Exchange) -> None:
     if "model" in dict(parse_qsl(exchange.query)):
         exchange.forward("/metrics")
         return
-    counters = exchange.proxy.counters
-    lines = ["# TYPE llmguard_requests_total counter"]
-    for (model, status), count in sorted(counters.requests.items()):
-        lines.append('llmguard_requests_total{model="%s",status="%d"} %d' % (_label(model), status, count))
-    lines.append("# TYPE llmguard_request_seconds_total counter")
-    for model, seconds in sorted(counters.seconds.items()):
-        lines.append(f'llmguard_request_seconds_total{{model="{_label(model)}"}} {seconds:.6f}')
-    lines.append("# TYPE llmguard_requests_in_flight gauge")
-    for model, count in sorted(counters.in_flight.items()):
-        lines.append('llmguard_requests_in_flight{model="%s"} %d' % (_label(model), count))
+    counters, hosts = exchange.proxy.counters, exchange.proxy.hosts
+    families: list[tuple[str, str, list[tuple[dict[str, str], float]]]] = [
+        ("requests_total", "counter", [({"model": m, "status": str(code)}, n) for (m, code), n in counters.requests.items()]),
+        ("request_seconds_total", "counter", [({"model": model}, seconds) for model, seconds in counters.seconds.items()]),
+        ("requests_in_flight", "gauge", [({"model": model}, count) for model, count in counters.in_flight.items()]),
+        ("cpu_fallbacks_total", "counter", [({"host": name}, host.fallbacks) for name, host in hosts.items()]),
+        ("degraded", "gauge", [({"host": name}, host.degraded) for name, host in hosts.items()]),
+        ("verdict", "gauge", [
+            ({"host": name, "value": str(host.verdict["value"])}, 1) for name, host in hosts.items() if host.verdict
+        ]),
+    ]
+    lines = []
+    for name, kind, samples in families:
+        lines.append(f"# TYPE llmguard_{name} {kind}")
+        lines += sorted(prometheus_sample("llmguard_" + name, labels, value) for labels, value in samples)
     exchange.reply(200, ("\n".join(lines) + "\n").encode(), content_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -7139,8 +7147,8 @@ class Tell:
         self.options, self.what = options, what
 
     def __call__(self, report: Report, before: int | None, news: bool = True) -> None:
-        """`before`: the level of the last report, None when there was none: an alert is for what changed. Without `news` nothing is
-        printed."""
+        """`before`: the level of the last report, None when there was none: an alert is for what changed. Without `news`
+        nothing is printed."""
         options = self.options
         if not news:
             pass
@@ -7194,12 +7202,6 @@ class Tell:
                 pass
         except (OSError, ValueError) as error:
             log(f"--ping: {error}")
-
-
-def prometheus_sample(name: str, labels: dict[str, str], value: float) -> str:
-    """One line of Prometheus' text format."""
-    quoted = ",".join(f'{key}="{_label(text)}"' for key, text in labels.items())
-    return f"{name}{{{quoted}}} {value:.10g}" if quoted else f"{name} {value:.10g}"
 
 
 # ----- the server that is guarded
@@ -7651,8 +7653,10 @@ def probe_report(server: ModelServer, results: list[Probed]) -> Report:
             value = getattr(result.timing, name) if result.timing else None
             report.perfdata += perfdatum(f"{result.model} {name}", value if value is None else round(value, 3), unit)
             report.metrics += [(metric, labels, value)] if value is not None else []
-    timings = lambda result: {name: vars(getattr(result, name)) for name in ("timing", "before") if getattr(result, name)}
-    models = {result.model: {**vars(result), **timings(result)} for result in results}
+    models: dict[str, Any] = {}
+    for result in results:
+        timings = {name: vars(value) for name in ("timing", "before") if (value := getattr(result, name))}
+        models[result.model] = {**vars(result), **timings}
     report.data = {"url": f"http://{server.address.authority}{server.address.base}", "server": server.kind, "models": models}
     return report
 
@@ -7793,7 +7797,8 @@ class Watch:
                 if inside:
                     return Seen(entry, sorted(inside, key=lambda process: process.start))
             if fronts:
-                return Seen(entry, trouble=f"port {port} is served by {fronts[0].comm}, for a container that can't be looked into")
+                front = fronts[0].comm
+                return Seen(entry, trouble=f"port {port} is served by {front}, for a container that can't be looked into")
             return Seen(entry, trouble=f"port {port} is served by a process that this user may not look into")
         return Seen(entry, at_port)
 
@@ -7922,7 +7927,7 @@ class Watch:
         if fresh or new_front or len(self.servers) > 1 or never_alone:
             self.known["changed"] = None
             lost = sorted(set(self.servers) - running)
-            self.lost.update({model: 0 for model in lost})
+            self.lost.update(dict.fromkeys(lost, 0))
             self._say(OK, "a reload stopped all servers" + (f": {', '.join(lost)} to be loaded again" if lost else ""))
 
     def _alive(self, name: str) -> bool:
@@ -8213,9 +8218,12 @@ def _host_facts(host: dict[str, Any]) -> tuple[int, list[str]]:
         facts.append(f"handed to {host['handover'].get('job') or 'a bench job'} until {host['handover'].get('until')}")
     facts += [f"{wait['job']} waits for the GPU since {wait['since']}" for wait in host["waits"]]
     facts += ["held: " + owner["text"] for owner in host["owners"] if owner.get("kind") != "wait"]
-    if host["held_up"]:
-        facts.append(host["held_up"])
-        level = max(level, 1)
+    if host["degraded"]:
+        facts.append(f"it serves from the CPU: {'; '.join((host['verdict'] or {}).get('evidence', ()))}")
+    for worth_a_look in ("held_up", "restarted"):
+        if host.get(worth_a_look):
+            facts.append(host[worth_a_look])
+            level = max(level, 1)
     return level, facts
 
 
@@ -8476,7 +8484,7 @@ def _parser() -> Any:
     parser = Parser(
         prog="llmguard.py",
         description="Keeps local LLM boxes honest.",
-        epilog="Exit codes: check, status, probe, watch 0 OK, 1 warning or healed, 2 critical, 3 unknown or usage; else sysexits.",
+        epilog="Exit codes: check, status, probe, watch 0 OK, 1 warning or healed, 2 critical, 3 unknown; the others sysexits.",
     )
     parser.add_argument("--version", action="store_true", help="version and the hash of this very file")
     parser.add_argument("--state-dir", metavar="DIR", help="where state files are kept")

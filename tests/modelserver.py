@@ -43,13 +43,22 @@ def total(folder: str) -> int:
         return int(file.read())
 
 
+def share(folder: str, weights: int) -> int:
+    """What a model takes there: as much as it weighs, or a file `times` as often, so that a small one fills a large GPU."""
+    try:
+        with open(os.path.join(folder, "times")) as file:
+            return weights * int(file.read())
+    except FileNotFoundError:
+        return weights
+
+
 def load(model: str, folder: str | None) -> tuple[bool, bytearray]:
     """-> is it on the GPU, and what it takes of the box's memory."""
     need = os.stat(model).st_size
-    if folder and total(folder) - sum(holders(folder).values()) >= need:
+    if folder and total(folder) - sum(holders(folder).values()) >= share(folder, need):
         temp = os.path.join(folder, f"new-{os.getpid()}")
         with open(temp, "w") as file:
-            file.write(str(need))
+            file.write(str(share(folder, need)))
         os.rename(temp, os.path.join(folder, str(os.getpid())))
         return True, bytearray()
     weights = bytearray(need)

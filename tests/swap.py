@@ -143,6 +143,10 @@ class Front:
                     front.kill(unquote(self.path)[len("/api/models/unload/"):])
                     self.reply(b"OK")
                     return
+                if self.path == "/reload":
+                    front.reload()
+                    self.reply(b"")
+                    return
                 port = front.spawn(json.loads(body)["model"])
                 call = urllib.request.Request(f"http://127.0.0.1:{port}{self.path}", body, {"Content-Type": "application/json"})
                 with urllib.request.urlopen(call) as reply:

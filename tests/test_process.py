@@ -434,6 +434,8 @@ WAIT = {"job": "00-test.job", "since": "2026-10-25 16:57:34"}
         ({"state": "blocked", "down_since": "x", "problem": "no python3 on it"}, 2, "no python3 on it"),
         ({"owners": [{"kind": "process", "text": "python holds 4 GiB"}]}, 0, "held: python holds 4 GiB"),
         ({"held_up": "engine a is in use"}, 1, "engine a is in use"),
+        ({"restarted": "restarted 3 times in 40s"}, 1, "restarted 3 times in 40s"),
+        ({"degraded": True, "verdict": {"value": "cpu", "evidence": ["VmRSS is 16 GiB"]}}, 2, "serves from the CPU: VmRSS is 16 GiB"),
     ],
 )
 def test_status_tells_what_a_host_is_about_and_how_bad_that_is(more, level, says):

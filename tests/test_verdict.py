@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from parts import FakeClock, eventually, free_port
+from swap import MODELSERVER, ToyGpu
 from test_host import GUARDS, Bench, host_config
 
 import llmguard
-from llmguard import Box, GpuProcess, GpuReading, Memory, Process, Told, told
+from llmguard import Address, Box, EngineApi, GpuProcess, GpuReading, Memory, Process, Told, told
 
 GIB = 1 << 30
 HZ = os.sysconf("SC_CLK_TCK")
@@ -347,3 +350,48 @@ def test_the_agent_is_told_the_models_size_and_the_engines_own_limit():
     }
     assert bench.host._request("status")["engines"]["a"]["model_bytes"] == 5
     assert bench.host._request("status")["engines"]["b"]["model_bytes"] is None
+
+
+# ----- the race: a kill, and a start into memory that still drains
+
+
+def plain(engine: str, port: int, model: str, gpu: str) -> dict:
+    command = [sys.executable, "-SE", MODELSERVER, "--port", "{port}", "-m", model, "--gpu", gpu, "--name", engine]
+    return {"command": command, "port": port}
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["as it is", "without waiting for the memory"])
+def test_a_start_into_draining_memory_falls_back_unless_it_is_waited_for(tmp_path, monkeypatch, waits):
+    """The start op as it is, and without its wait: the document's kill and respawn, on a toy GPU."""
+    gpu = ToyGpu(tmp_path, monkeypatch)
+    (gpu.folder / "times").write_text("200")
+    (gpu.folder / "total").write_text(str(24 * GIB))
+    model = tmp_path / "model.gguf"
+    model.touch()
+    os.truncate(model, 96 << 20)
+    looked: list[float] = []
+
+    class Clock(FakeClock):
+        def sleep(self, seconds: float) -> None:
+            super().sleep(seconds)
+            looked.append(seconds)
+            if looked.count(1.0) == 4:
+                gpu.drains(False)
+
+    agent = llmguard.Agent(str(tmp_path / "state"), Box(), Clock())
+    ask = {"host": "here", "engines": {name: plain(name, free_port(), str(model), str(gpu.folder)) for name in ("a", "b")}}
+    try:
+        assert agent.answer({"op": "start", "engine": "a", **ask})["ok"]
+        eventually(lambda: EngineApi(Address("127.0.0.1", ask["engines"]["a"]["port"])).ready())
+        gpu.drains(True)
+        if not waits:
+            monkeypatch.setattr(llmguard.Agent, "_await_memory", lambda *args: None)
+            monkeypatch.setattr(llmguard.Agent, "_refuse_owners", lambda *args: None)
+        started = agent.answer({"op": "start", "engine": "b", **ask})
+        assert started["ok"], started
+        eventually(lambda: EngineApi(Address("127.0.0.1", ask["engines"]["b"]["port"])).ready())
+        gpu.drains(False)  # while it drains, the card's memory might be anybody's: by +20 s it is told
+        status = agent.answer({"op": "status", **ask})
+        assert status["active"] == "b" and status["engine"]["verdict"] == ("gpu" if waits else "cpu"), status["engine"]
+    finally:
+        agent.answer({"op": "stop", **ask})
