@@ -63,7 +63,9 @@ def test_systemd_takes_a_unit(unit):
 def box(front):
     """rsync, ssh and the service manager of a box that is this one."""
     tools = front.root / "bin"
-    for name, text in (("rsync", 'cp "$2" "${3#*:}"'), ("ssh", 'exec sh -c "$2"'), ("ctl", f"exec {sys.executable} -c 'import urllib.request as u; u.urlopen(\\"{front.url}/reload\\", b\\"\\")'")):
+    reload = front.root / "reload.py"
+    reload.write_text(f"import urllib.request\nurllib.request.urlopen('{front.url}/reload', b'')\n")
+    for name, text in (("rsync", 'cp "$2" "${3#*:}"'), ("ssh", 'exec sh -c "$2"'), ("ctl", f"exec {sys.executable} {reload}")):
         (tools / name).write_text("#!/bin/sh\n" + text + "\n")
         (tools / name).chmod(0o755)
     return front
