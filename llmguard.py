@@ -4136,6 +4136,14 @@ SSH_OPTIONS = {
 }
 
 
+def start_words(path: str) -> str:
+    """The Python program, for `python3 -c`, that runs the copy of llmguard at that path. An imported file is compiled once; one that is
+    run by its name each time, which takes more than all the rest. It has no character that any login shell minds between
+    double quotes, and the folder takes the place of the current one in sys.path: no json.py that lies about there is ours."""
+    folder, name = os.path.split(path)
+    return f"import sys; sys.path[:1] = [{folder!r}]; import {name[:-3]} as copy; sys.exit(copy.main())"
+
+
 class Remote:
     """The line to one host's agent."""
 
@@ -4150,7 +4158,7 @@ class Remote:
         AgentError when the agent itself fails. A dead master connection is dropped and the call repeated once."""
         data = json.dumps(ask).encode() + b"\n"
         if self.host.ssh is None:
-            argv = [sys.executable, "-I", os.path.abspath(__file__), "--state-dir", self.folder, "agent"]
+            argv = self._agent_here()
             return self._reply(run(argv, seconds, data=data, limit=4 << 20))
         had_master = self._has_master()
         try:
@@ -4167,10 +4175,10 @@ class Remote:
         import subprocess
 
         if self.host.ssh is None:
-            argv = [sys.executable, "-I", os.path.abspath(__file__), "--state-dir", self.folder, "agent", "--follow"]
+            argv = [*self._agent_here(), "--follow"]
         else:  # over a connection of its own: a dead master must not hold it up
             own = ["ControlPath=none" if word.startswith("ControlPath=") else word for word in self._ssh_argv()]
-            argv = [*own, " ".join([self.host.python, INSTALLED, "agent", "--follow"])]
+            argv = [*own, self._agent_there("agent --follow")]
         pipe = subprocess.PIPE
         line = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True)
         assert line.stdin and line.stdout
@@ -4208,11 +4216,20 @@ class Remote:
 
     def ssh(self, command: str, seconds: float, data: bytes) -> Finished:
         """Run a command of llmguard.py on the box; "-" runs the Python program in `data`."""
-        words = [self.host.python, *((INSTALLED, *command.split()) if command != "-" else "-")]
+        there = f"{self.host.python} -" if command == "-" else self._agent_there(command)
         try:
-            return run([*self._ssh_argv(), " ".join(words)], seconds, data=data, limit=4 << 20)
+            return run([*self._ssh_argv(), there], seconds, data=data, limit=4 << 20)
         except FileNotFoundError:
             raise HostBlocked(problem=f"host {self.host.name}: there is no ssh on this machine: install openssh-client") from None
+
+    def _agent_here(self) -> list[str]:
+        path = os.path.abspath(__file__)
+        importable = re.fullmatch(r"[a-z_]+\.py", os.path.basename(path))  # else somebody gave it another name
+        program = ("-E", "-s", "-c", start_words(path)) if importable else ("-I", path)
+        return [sys.executable, *program, "--state-dir", self.folder, "agent"]
+
+    def _agent_there(self, command: str) -> str:
+        return f'{self.host.python} -c "{start_words(INSTALLED)}" {command}'
 
     def _ssh_argv(self) -> list[str]:
         options = dict(SSH_OPTIONS, ControlPath=os.path.join(_socket_folder(), "%C"))
@@ -4341,7 +4358,7 @@ _SSH_TROUBLES = (
      "its host key is not the known one: when that is right, `ssh-keygen -R` it and log in once by hand (ssh {ssh})"),
     (r"Permission denied|Too many authentication failures",
      "ssh is refused: put this machine's key into authorized_keys of {ssh}"),
-    (r"can't open file|No such file or directory: '.*llmguard\.py'",
+    (r"can't open file|No such file or directory: '.*llmguard\.py'|No module named .?llmguard",
      "the agent is not installed on {host}: run `llmguard.py engine install {host}`"),
     (r"needs Python 3\.9|future feature annotations is not defined",
      "{python} on it is too old: name a Python 3.9 or later (python = …)"),
