@@ -40,6 +40,7 @@ import re
 import select
 import socket
 import socketserver
+import stat
 import sys
 import threading
 import time
@@ -410,24 +411,36 @@ def client_safe(text: str) -> str:
     return _RETRY_BAIT.sub("…", re.sub(r",? ?\(?\bpid \d+\)?", "", printable(text)))
 
 
+ERROR, WARN, INFO, DEBUG = 3, 4, 6, 7  # syslog's priorities
+
+
 class Log:
-    """One line per event on stderr. Nothing that happens to stderr (a full disk, a closed pipe) may stop the proxy."""
+    """One line per event on stderr. Nothing that happens to stderr (a full disk, a closed pipe) may stop the proxy.
+
+    On a terminal or in a file each line is dated; journald dates them itself, and reads a priority off each (sd-daemon(3)).
+    `json`: an object a line instead, {"time", "priority", "text"}, for whatever collects them.
+    """
 
     def __init__(self) -> None:
-        self.verbose = False
-        self.stamped = "JOURNAL_STREAM" not in os.environ  # journald stamps each line itself
+        self.verbose = self.json = False
+        self.journal = "JOURNAL_STREAM" in os.environ
 
-    def __call__(self, text: str) -> None:
-        stamp = time.strftime("%Y/%m/%d %H:%M:%S ") if self.stamped else ""
-        line = stamp + printable(text) + "\n"
+    def __call__(self, text: str, priority: int = INFO) -> None:
+        words = {ERROR: "error", WARN: "warning", INFO: "info", DEBUG: "debug"}
+        if self.json:
+            line = json.dumps({"time": timestamp(time.time()), "priority": words[priority], "text": text})
+        elif self.journal:
+            line = f"<{priority}>{printable(text)}"
+        else:
+            line = time.strftime("%Y/%m/%d %H:%M:%S ") + printable(text)
         try:
-            os.write(2, line.encode("utf-8", "backslashreplace"))
+            os.write(2, (line + "\n").encode("utf-8", "backslashreplace"))
         except OSError:
             pass
 
     def debug(self, text: str) -> None:
         if self.verbose:
-            self(text)
+            self(text, DEBUG)
 
 
 log = Log()
@@ -549,7 +562,7 @@ class StateFile:
 
     def _fail(self, problem: str) -> None:
         if self.problem != problem:
-            log(f"{self.path}: {problem}")
+            log(f"{self.path}: {problem}", WARN)
         self.problem = problem
 
 
@@ -1866,14 +1879,14 @@ class Box:
 
     def process(self, pid: int) -> Process | None:
         """proc(5), /proc/PID/stat: the name stands in brackets and may itself hold blanks and brackets."""
-        stat = self.read("proc/%d/stat" % pid)
-        if not stat:
+        text = self.read("proc/%d/stat" % pid)
+        if not text:
             return None
         try:
             uid = os.stat(os.path.join(self.root, "proc/%d" % pid)).st_uid
         except OSError:
             return None
-        before, _, after = stat.rpartition(")")
+        before, _, after = text.rpartition(")")
         words = after.split()
         return Process(pid, int(words[19]), before.partition("(")[2], words[0], int(words[3]), uid, int(words[1]))
 
@@ -2762,6 +2775,7 @@ def card_used(reading: GpuReading, pids: Collection[int]) -> int | None:
 MAX_RSS = 8 << 30  # the seed's box: 0.9 to 1.3 GiB when all is well, 16 GiB fallen back
 FRESH = 900.0  # a longer start isn't waited for; later the prompt cache (--cache-ram, 8 GiB) looks like weights
 CONTEXT = 512 << 20  # what a GPU context takes without any weights
+NO_CONTEXT = 64 << 20  # less than any takes
 
 
 @dataclass(frozen=True)
@@ -2774,7 +2788,8 @@ class Evidence:
     card_used: int | None = None  # the most that they can hold: card_used()
     model: int | None = None  # the weights, as a file
     unified: bool = False
-    meant_for_cpu: str = ""  # the option that told it to use the CPU, or "no GPU"
+    meant_for_cpu: str = ""  # the option that told it to use the CPU alone, or "no GPU"
+    partly: str = ""  # the option that keeps a part of it, how much can't be told, off the GPU
     asleep: bool = False  # its weights are nowhere
     max_rss: int | None = None  # host memory that is normal for it; None: MAX_RSS, or less for a smaller model
 
@@ -2795,11 +2810,14 @@ def evidence_of(box: Box, reading: GpuReading, processes: Iterable[Process], **m
     processes = list(processes)
     memories = [memory for memory in (box.memory(process.pid) for process in processes) if memory]
     total = Memory(*(sum(counts) for counts in zip(*((m.rss, m.anon, m.file, m.swap) for m in memories)))) if memories else None
-    files, meant = set(), ""
+    files, meant, partly = set(), "", ""
     for process in processes:
         words = told(box.argv(process.pid), box.environment(process.pid))
-        files.update(weights(box, process.pid, words.model))
+        parts = weights(box, process.pid, words.model)
+        files.update(parts)
         meant = meant or words.cpu
+        enough = words.layers is not None and parts and words.layers > (layers(box, parts[0][0]) or NEVER)
+        partly = partly or ("" if enough else words.partly)
     if reading.vendor is None and not reading.problem:
         meant = "no GPU"
     sizes = sum(size for _, size in files)
@@ -2811,25 +2829,33 @@ def evidence_of(box: Box, reading: GpuReading, processes: Iterable[Process], **m
         card_used(reading, pids),
         unified=reading.unified,
         meant_for_cpu=meant,
+        partly=partly,
         **{**more, "model": sizes or more.get("model")},
     )
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a llama-server was told of its weights: the file, and the option that keeps some of them off the GPU ("" for none)."""
+    """What a llama-server was told of its weights. `cpu`, `partly`: the option that keeps all, or some, of what the GPU could
+    hold off it; `layers`: how many go there, where -ngl says so."""
 
     model: str = ""
     cpu: str = ""
+    partly: str = ""
+    layers: int | None = None
 
 
-_TO_CPU: dict[str, Callable[[str], bool]] = {  # LLAMA_ARG_… -> does this value keep weights, or their cache, off the GPU?
-    "N_GPU_LAYERS": lambda value: value.isdigit() and int(value) < 99,  # 99 is what people write for all
+_OFF = ("0", "false", "off", "disabled")
+_TO_CPU: dict[str, Callable[[str], bool]] = {  # LLAMA_ARG_… -> does this value keep all off the GPU?
+    "N_GPU_LAYERS": lambda value: value == "0",
     "DEVICE": lambda value: value.strip() == "none",
-    "N_CPU_MOE": lambda value: value.isdigit() and int(value) > 0,
-    "CPU_MOE": lambda value: value not in ("0", "false", "off"),
+}
+_PARTLY: dict[str, Callable[[str], bool]] = {  # … or some?
+    "N_GPU_LAYERS": lambda value: value.isdecimal() and 0 < int(value) < 99,  # 99 is what people write for all
+    "N_CPU_MOE": lambda value: value.isdecimal() and int(value) > 0,
+    "CPU_MOE": lambda value: value not in _OFF,
     "OVERRIDE_TENSOR": lambda value: "=CPU" in value,
-    "KV_OFFLOAD": lambda value: value in ("0", "false", "off", "disabled"),
+    "KV_OFFLOAD": lambda value: value in _OFF,
     "NO_KV_OFFLOAD": lambda value: True,
 }
 _OPTIONS = {  # llama-server --help
@@ -2845,7 +2871,8 @@ _SWITCHES = ("CPU_MOE", "NO_KV_OFFLOAD")  # have no value
 
 def told(argv: list[str], environment: dict[str, str]) -> Told:
     """What its command line says, and where that is silent the LLAMA_ARG_ variables."""
-    given = {key[10:]: (value, f"{key}={value}") for key, value in environment.items() if key.startswith("LLAMA_ARG_")}
+    variables = {key[10:]: (value, f"{key}={value}") for key, value in environment.items() if key.startswith("LLAMA_ARG_")}
+    given: dict[str, tuple[str, str]] = {}
     words = iter(argv)
     for word in words:
         option, _, value = word.partition("=")
@@ -2854,21 +2881,38 @@ def told(argv: list[str], environment: dict[str, str]) -> Told:
             given[key] = "", option
         elif key:
             value = value or next(words, "")
-            given[key] = value, f"{option} {value}"
-    cpu = next((said for key, (value, said) in given.items() if key in _TO_CPU and _TO_CPU[key](value)), "")
-    return Told(given.get("MODEL", ("", ""))[0], cpu)
+            several = key == "OVERRIDE_TENSOR" and key in given  # each one holds
+            given[key] = (f"{given[key][0]},{value}", given[key][1]) if several else (value, f"{option} {value}")
+    given = {**variables, **given}
+
+    def said(of: dict[str, Callable[[str], bool]]) -> str:
+        return next((text for key, (value, text) in given.items() if key in of and of[key](value)), "")
+
+    count = given.get("N_GPU_LAYERS", ("", ""))[0]
+    return Told(given.get("MODEL", ("", ""))[0], said(_TO_CPU), said(_PARTLY), int(count) if count.isdecimal() else None)
+
+
+def layers(box: Box, path: str) -> int | None:
+    """How many layers the model in a GGUF file has, by `ARCHITECTURE.block_count` (a uint32) near its beginning."""
+    try:
+        with open(os.path.join(box.root, path), "rb") as file:
+            found = re.search(rb"\.block_count\x04\x00\x00\x00(.{4})", file.read(PIECE), re.DOTALL)
+    except OSError:
+        return None
+    return int.from_bytes(found[1], "little") if found else None
 
 
 def weights(box: Box, pid: int, model: str) -> list[tuple[str, int]]:
-    """(path, bytes) of a model's file as a process names it, of all the parts of one that is split (NAME-00001-of-00003.gguf);
-    none where they can't be seen (in a container)."""
+    """(path below the root, bytes) of a model's file as a process names it, of all the parts of one that is split
+    (NAME-00001-of-00003.gguf); none where they can't be seen (in a container)."""
     path = os.path.join(_link(os.path.join(box.root, f"proc/{pid}/cwd")) or "/", model).lstrip("/")
     split = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path)
     paths = [f"{split[1]}-{part:05d}-of-{split[2]}.gguf" for part in range(1, int(split[2]) + 1)] if split else [path]
     try:
-        return [(part, os.stat(os.path.join(box.root, part)).st_size) for part in paths] if model else []
+        found = [(part, os.stat(os.path.join(box.root, part))) for part in paths] if model else []
     except OSError:
         return []
+    return [(part, info.st_size) for part, info in found if stat.S_ISREG(info.st_mode)]
 
 
 def verdict(facts: Evidence) -> Verdict:
@@ -2900,14 +2944,33 @@ def _not_judged(facts: Evidence) -> tuple[str, str, str] | None:
         return "unknown", "gone", "the process is gone"
     if facts.asleep:
         return "unknown", "asleep", "it sleeps: its weights are nowhere"
-    if facts.meant_for_cpu and facts.max_rss is None:
-        return "unknown", "meant", f"some of it is meant to be in the box's memory: {facts.meant_for_cpu}"
-    if facts.meant_for_cpu and facts.max_rss is not None:  # judged by the limit that somebody set for it, and by nothing else
-        limit = f"than its own limit of {size_text(facts.max_rss)}"
-        if facts.age <= FRESH and facts.memory.rss + facts.memory.swap > facts.max_rss:
+    if facts.max_rss is not None and (facts.meant_for_cpu or facts.partly or not _on_gpu(facts)):
+        limit = f"than its own limit of {size_text(facts.max_rss)}"  # somebody set it, and knows better than any rule
+        if facts.memory.rss + facts.memory.swap <= facts.max_rss:
+            return "unknown", "meant", f"no more is in the box's memory {limit}"
+        if facts.age <= FRESH and (facts.meant_for_cpu or facts.partly):
             return "cpu", "", f"more is in the box's memory {limit}"
-        return "unknown", "meant", f"no more is in the box's memory {limit}"
+    if facts.meant_for_cpu:
+        return "unknown", "meant", f"it is meant to be in the box's memory: {facts.meant_for_cpu}"
+    if facts.partly and not _on_gpu(facts) and not (facts.gpu is not None and facts.gpu <= NO_CONTEXT and _in_memory(facts)):
+        return "unknown", "meant", f"some of it is meant to be in the box's memory: {facts.partly}"
     return None
+
+
+def _on_gpu(facts: Evidence) -> bool:
+    return facts.gpu is not None and bool(facts.model) and facts.gpu >= 0.7 * (facts.model or 0)
+
+
+def _in_memory(facts: Evidence) -> bool:
+    """Are the weights in the box's memory? While it is fresh what is resident tells; later there is a prompt cache, which is
+    private, so only much of that, or the mapped file itself, does."""
+    memory, model = facts.memory or Memory(0, 0, 0, 0), facts.model
+    private = memory.anon + memory.swap
+    if not model:
+        return facts.age <= FRESH and memory.rss + memory.swap > _normal(facts)
+    if facts.age <= FRESH:
+        return memory.rss + memory.swap >= 0.5 * model
+    return memory.file >= 0.5 * model or private >= 0.9 * model
 
 
 def _by_gpu_memory(facts: Evidence) -> tuple[str, str, str] | None:
@@ -2915,17 +2978,12 @@ def _by_gpu_memory(facts: Evidence) -> tuple[str, str, str] | None:
         return None
     if not facts.model:
         return _without_model(facts, facts.gpu, facts.memory)
-    if facts.gpu >= 0.7 * facts.model:
+    if _on_gpu(facts):
         return "gpu", "", "the GPU holds the weights"
     # On a unified device managed memory is nobody's GPU memory: only a process without any context is surely on the CPU.
     if facts.gpu > (0 if facts.unified else max(CONTEXT, 0.1 * facts.model)):
         return "unknown", "partial", "the GPU holds a part of the weights at most"
-    private = facts.memory.anon + facts.memory.swap
-    if facts.age <= FRESH:
-        in_memory = facts.memory.rss + facts.memory.swap >= 0.5 * facts.model
-    else:  # a prompt cache is private, so only much of it, or the mapped file itself, tells
-        in_memory = facts.memory.file >= 0.5 * facts.model or private >= 0.9 * facts.model
-    if in_memory:
+    if _in_memory(facts):
         return "cpu", "", "the weights are in the box's memory, not on the GPU"
     return "unknown", "no sign", "the weights are neither on the GPU nor in the box's memory"
 
@@ -3290,7 +3348,8 @@ class CommandEngine(Engine):
         os.makedirs(os.path.dirname(self._log_path), mode=0o700, exist_ok=True)
         if os.path.exists(self._log_path):
             os.replace(self._log_path, self._log_path + ".1")
-        env = {name: value for name, value in os.environ.items() if name not in ("NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID")}
+        ours = ("NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "WATCHDOG_USEC", "WATCHDOG_PID")
+        env = {name: value for name, value in os.environ.items() if name not in ours}
         with open(self._log_path, "ab") as output:
             try:
                 child = subprocess.Popen(
@@ -3646,7 +3705,9 @@ REQUEST_PATIENCE = 5.0  # seconds
 NO_REQUEST = "no request on stdin"
 DAMAGED = "the file arrived damaged"
 INSTALLED = ".local/share/llmguard/llmguard.py"  # below the home directory, where an ssh command starts
-PORT_FRONTS = frozenset("docker-proxy rootlessport pasta conmon slirp4netns".split())  # listen for a container's process
+PORT_FRONTS = frozenset(  # they listen for a container's process
+    "docker-proxy dockerd rootlesskit rootlessport pasta conmon slirp4netns".split()
+)
 LOCK_PATIENCE = 60.0  # seconds that one caller waits for another's op on the same box
 
 
@@ -4137,9 +4198,10 @@ SSH_OPTIONS = {
 
 
 def start_words(path: str) -> str:
-    """The Python program, for `python3 -c`, that runs the copy of llmguard at that path. An imported file is compiled once; one that is
-    run by its name each time, which takes more than all the rest. It has no character that any login shell minds between
-    double quotes, and the folder takes the place of the current one in sys.path: no json.py that lies about there is ours."""
+    """The Python program, for `python3 -c`, that runs the copy of llmguard at that path. An imported file is compiled once; one
+    that is run by its name each time, which takes more than all the rest. It has no character that any login shell minds
+    between double quotes, and the folder takes the place of the current one in sys.path: no json.py that lies about there
+    is ours."""
     folder, name = os.path.split(path)
     return f"import sys; sys.path[:1] = [{folder!r}]; import {name[:-3]} as copy; sys.exit(copy.main())"
 
@@ -4337,7 +4399,8 @@ class Remote:
                 what = f"no machine of that name is known here: correct ssh = … or ~/.ssh/config ({what})"
             return HostDown(f"host {name} is down: {what}")
         if noise > MAX_NOISE:
-            log(f"host {name}: what its login shell prints begins with: {printable(done.out[:200].decode('utf-8', 'replace'))}")
+            begins = printable(done.out[:200].decode("utf-8", "replace"))
+            log(f"host {name}: what its login shell prints begins with: {begins}", WARN)
             return HostBlocked(problem=f"host {name}: the login shell prints more than 64 KiB before the agent's answer")
         return AgentError(f"the agent on host {name} gave no reply: {what}")
 
@@ -4405,6 +4468,7 @@ BACKOFF_FIRST, BACKOFF_LAST = 10.0, 300.0  # seconds after failed starts
 WAKE_PAUSE = 5.0  # seconds between two looks at a box that is being woken
 CRASH_LOOP, CRASH_WINDOW = 3, 600.0  # restarts by systemd within so many seconds that make a crash loop
 VERDICT_LOOKS = (20.0, 90.0)  # seconds after an engine is ready: memory that grows for a moment while a model loads is over
+VERDICT_STANDS = 10.0  # seconds for which each look has to say "cpu"
 LEARN_PAUSE = 1.0  # seconds between two questions for the models of an engine
 GLANCE = 0.2  # seconds between two looks at a waiting client
 
@@ -4478,7 +4542,7 @@ def send_magic_packet(mac: str) -> None:
         try:
             sock.sendto(packet, ("255.255.255.255", 9))
         except OSError as error:
-            log(f"no magic packet could be sent: {error.strerror}")
+            log(f"no magic packet could be sent: {error.strerror}", WARN)
 
 
 @dataclass(frozen=True)
@@ -4682,7 +4746,7 @@ class Host:
         self._ledger = ledger
         self._handover: dict[str, Any] | None = None
         self._handover_until = 0.0  # monotonic
-        self._stop_error: dict[str, Any] | None = None
+        self.stop_error: dict[str, Any] | None = None
         self._untold = ""  # the engine that is gone, but whose stop was not proven: nobody was told
         self._retry_due = 0.0
         self._wake_until = 0.0  # while the box is being woken: until when that is waited for
@@ -4701,9 +4765,12 @@ class Host:
         self.held_up: str | None = None  # what holds things up for longer than drain_timeout
         self.verdict: dict[str, Any] | None = None  # {"value", "evidence"}: where the weights of `_up` are
         self.degraded = False  # it serves from the CPU, and was started anew for that already, or is not to be
-        self.fallbacks = 0
+        self.counts = dict.fromkeys(("switches", "releases", "stop_errors", "cpu_fallbacks"), 0)
+        self.handbacks: deque[dict[str, Any]] = deque(maxlen=20)  # {"host", "job", "time", "seconds"}
+        self._asked_back = 0.0  # monotonic: when the wait was first seen that is now released
         self._verdict_due: tuple[float, ...] = ()  # monotonic
-        self._cpu_looks = 0  # in a row
+        self._judged: frozenset[int] = frozenset()  # the pids that verdict, degraded and _restarted are about
+        self._cpu_since = NEVER  # monotonic: since when each look says "cpu"
         self._anew = ""  # the engine that fell back, until it is started once more
         self._restarted = False  # was `_up` started anew for that?
         self.unit_state: str | None = None  # of the engine that runs, as the agent says: "running", "restarting"
@@ -4720,7 +4787,7 @@ class Host:
         jump), and runs on the monotonic clock from here."""
         if self._ledger is None:
             return
-        self._stop_error = self._ledger.get("stop_error", self.config.name)
+        self.stop_error = self._ledger.get("stop_error", self.config.name)
         entry = self._ledger.get("handover", self.config.name)
         left = parse_timestamp(entry.get("until")) - self._clock.now() if entry else 0.0
         if entry and left > 0:
@@ -4758,7 +4825,7 @@ class Host:
             self._in_flight[engine] -= 1
             if engine == self._up:
                 self._last_ended = self._clock.monotonic()
-            if not self._in_flight[engine] and (self._queue or self._unload or self._stop_error or self._releasing()):
+            if not self._in_flight[engine] and (self._queue or self._unload or self.stop_error or self._releasing()):
                 self._changed.notify_all()
 
     def suspect(self, engine: str) -> None:
@@ -4881,6 +4948,11 @@ class Host:
             return "loading" if doing[0] == "starting" else "loaded"
         return "loaded" if self._up == engine else "unloaded"
 
+    @property
+    def up(self) -> str | None:
+        """The engine that is ready."""
+        return self._up
+
     def failure(self, engine: str) -> GuardError | None:
         known = self._failures.get(engine)
         return known.error if known else None
@@ -4944,7 +5016,7 @@ class Host:
                 "owners": self.owners,
                 "waits": self._waits,
                 "handover": self._handover if self._handing_over() else None,
-                "stop_error": self._stop_error,
+                "stop_error": self.stop_error,
                 "verdict": self.verdict,
                 "degraded": self.degraded,
                 "agent": self.agent,
@@ -4971,7 +5043,8 @@ class Host:
                 if ticket.engine not in config.engines:
                     self._settle([ticket], self._left(ticket.engine))
             if self._up and self._up not in config.engines:
-                log(f"host {config.name}: engine {self._up} left the configuration: it runs on, nobody here stops it any more")
+                left = f"engine {self._up} left the configuration: it runs on, nobody here stops it any more"
+                log(f"host {config.name}: {left}", WARN)
                 self._up = None
             self._failures = {}
             self._look_due = 0.0
@@ -5058,7 +5131,7 @@ class Host:
             waking=self._wake_until > 0.0,
             release=self._releasing(),
             handover_until=self._handover_until if self._handing_over() else 0.0,
-            unfinished=self._stop_error is not None and self.down_since is None,
+            unfinished=self.stop_error is not None and self.down_since is None,
             retry_due=self._retry_due,
             unload=self._up is not None and self._up in (self._unload, self._anew),
             anew=self._anew,
@@ -5077,7 +5150,7 @@ class Host:
             except Exception:
                 import traceback
 
-                log(f"host {self.config.name}: internal error, going on: {traceback.format_exc()}")
+                log(f"host {self.config.name}: internal error, going on: {traceback.format_exc()}", ERROR)
                 self._clock.sleep(1.0)
 
     def close(self) -> None:
@@ -5183,7 +5256,7 @@ class Host:
             except Exception:
                 import traceback
 
-                log(f"host {self.config.name}: the line to its agent failed, trying again: {traceback.format_exc()}")
+                log(f"host {self.config.name}: the line to its agent failed, trying again: {traceback.format_exc()}", ERROR)
             if self._clock.monotonic() - begun > 60.0:
                 pause = 1.0
             until = self._clock.monotonic() + pause
@@ -5203,12 +5276,12 @@ class Host:
         name = self.config.name
         blocked = None if isinstance(error, HostDown) else str(error)
         if self.down_since is None or blocked != self.blocked:
-            log(f"host {name}: {'blocked' if blocked else 'down'}: {error}")
+            log(f"host {name}: {'blocked' if blocked else 'down'}: {error}", WARN)
         self.down_since = self.down_since or self._clock.now()
         self.blocked = blocked
         self._active = None
         if blocked is None:
-            self._stop_error, self._retry_due = None, 0.0  # whatever survived a stop, it went down with the box
+            self.stop_error, self._retry_due = None, 0.0  # whatever survived a stop, it went down with the box
         self._looked()
         if not self._queue:
             self._wake_until = 0.0  # nobody waits for it any more
@@ -5247,7 +5320,7 @@ class Host:
         self._wake_until = 0.0
         self._looked()
         if reply:
-            self.owners = self.foreign(reply)
+            self._take_owners(self.foreign(reply))
             self.agent = {"version": reply.get("agent"), "sha256": reply.get("sha256")}
             self.gpu = reply.get("gpu")
             self.unit_state = reply.get("state")
@@ -5255,14 +5328,14 @@ class Host:
         self._trusted = True
         if ready != self._up:
             before = self._up or ""
-            if before and self._stop_error is None:
-                log(f"host {name}: engine {before} is gone: nobody here stopped it")
+            if before and self.stop_error is None:
+                log(f"host {name}: engine {before} is gone: nobody here stopped it", WARN)
                 self._tell(before, "unloaded")
             if ready:
                 log(f"host {name}: engine {ready} runs already: taken over")
                 self._tell(ready, "loaded")
             self._now_up(ready, used=False)
-            if self._stop_error is not None:
+            if self.stop_error is not None:
                 self._untold = before  # until it is proven
         if reply:
             self._take_active(reply)
@@ -5292,32 +5365,37 @@ class Host:
         if text and text != self._announced:
             self._announced = text
             log(f"{text}: refusing new work, the engine stops once idle")
-            self._events.publish({"event": "release", "data": {"host": self.config.name, "engine": active}})
+            self._asked_back = self._clock.monotonic()
+            self._event("release", engine=active, job=self._waits[0]["job"] if self._waits else None)
 
     def _take_pids(self, reply: dict[str, Any]) -> None:
         self._pids = {(str(reply.get("active")), pid) for pid in (reply.get("engine") or {}).get("pids") or ()}
 
     def _take_verdict(self, reply: dict[str, Any]) -> None:
-        """Where the weights of what is up are. Two looks in a row that say "cpu" make a fallback: it is started once more as
-        soon as nothing runs on it; one that falls back again, or that nobody has asked us for, is served on as it is."""
-        view, engine = reply.get("engine") or {}, self._up
+        """Where the weights of what is up are. Looks that say "cpu" for VERDICT_STANDS make a fallback: it is started once more
+        as soon as nothing runs on it; one that falls back again, or that nobody has asked us for, is served on as it is."""
+        view, engine, now = reply.get("engine") or {}, self._up, self._clock.monotonic()
         if engine is None or reply.get("active") != engine or "verdict" not in view:
             return
+        pids = frozenset(view.get("pids") or ())
+        if not pids & self._judged:  # another spawn: what was known of the last one does not hold
+            self.degraded = self._restarted = False
+            self._cpu_since = NEVER
+        self._judged = pids
         self.verdict = {"value": view["verdict"], "evidence": view.get("evidence") or []}
-        self._cpu_looks = self._cpu_looks + 1 if view["verdict"] == "cpu" else 0
+        self._cpu_since = min(self._cpu_since, now) if view["verdict"] == "cpu" else NEVER
         if view["verdict"] == "gpu":
-            self.degraded = False
-        if self._cpu_looks < 2 or self._anew:
+            self.degraded, self._anew = False, ""
+        if now - self._cpu_since < VERDICT_STANDS or self._anew:
             return
         again = self.config.engines[engine].on_cpu == "restart" and not self._restarted and self._used == engine
         if self.degraded and not again:
             return
         self._anew, self.degraded = (engine, False) if again else ("", True)
-        self.fallbacks += 1
+        self.counts["cpu_fallbacks"] += 1
         then = "it starts once more as soon as nothing runs on it" if again else "degraded, and served on as it is"
-        log(f"host {self.config.name}: engine {engine} serves from the CPU: {then} ({'; '.join(self.verdict['evidence'])})")
-        data = {"host": self.config.name, "engine": engine, "degraded": self.degraded, "evidence": self.verdict["evidence"]}
-        self._events.publish({"event": "cpu_fallback", "data": data})
+        log(f"host {self.config.name}: engine {engine} serves from the CPU: {then} ({'; '.join(self.verdict['evidence'])})", WARN)
+        self._event("cpu_fallback", engine=engine, degraded=self.degraded, evidence=self.verdict["evidence"])
 
     def _take_restarts(self, reply: dict[str, Any]) -> None:
         """A crash loop shows in the rate at which systemd starts the engine again, not in the count."""
@@ -5331,7 +5409,7 @@ class Host:
         while len(self._restarts) > 1 and self._restarts[1][0] <= now - CRASH_WINDOW:
             self._restarts.popleft()
         if self._crash_loops() and not looped:
-            log(f"host {self.config.name}: engine {reply.get('active')} was {self.restarted()}")
+            log(f"host {self.config.name}: engine {reply.get('active')} was {self.restarted()}", WARN)
 
     def restarted(self) -> str | None:
         """How often systemd started the engine again lately: "restarted 3 times in 1m30s"."""
@@ -5373,12 +5451,31 @@ class Host:
         self._last_ended = now
         self._in_use_until, self._untold = 0.0, ""
         self.since = self._clock.now()
-        self.verdict, self.degraded, self._cpu_looks, self._restarted = None, False, 0, False
+        self.verdict, self._cpu_since = None, NEVER
+        if engine is None:
+            self.degraded = self._restarted = False
         self._verdict_due = tuple(now + due for due in VERDICT_LOOKS) if engine else ()
         self._look_due = min((self._look_due, *self._verdict_due))
 
+    def _event(self, event: str, **data: Any) -> None:
+        """Something that happened to this host: release, handover, owner, stop_error, cpu_fallback, engine_started,
+        engine_stopped."""
+        self._events.publish({"event": event, "data": {"host": self.config.name, **data}})
+
+    def _take_owners(self, owners: list[dict[str, Any]]) -> None:
+        """Who else holds the GPU; told when it is somebody else than before, not when his text counts seconds."""
+        now, before = (
+            [(owner.get("kind"), owner.get("pid"), owner.get("since")) for owner in each] for each in (owners, self.owners)
+        )
+        if now != before:
+            self._event("owner", owners=owners)
+        self.owners = owners
+
     def _tell(self, engine: str, status: str, **more: Any) -> None:
-        """llama.cpp's own event for each model of an engine."""
+        """llama.cpp's own event for each model of an engine, and ours for the engine."""
+        host_event = {"loaded": "engine_started", "unloaded": "engine_stopped"}.get(status)
+        if host_event:
+            self._event(host_event, engine=engine, **more)
         for model, (its_engine, _) in self.models().items():
             if its_engine == engine:
                 data = {"status": status, "host": self.config.name, "engine": engine, **more}
@@ -5436,7 +5533,7 @@ class Host:
             if waited < self.proxy.drain_timeout or self.held_up:
                 return
             self.held_up = f"engine {engine} is to stop, and is still in use by somebody beside this proxy"
-        log(f"host {self.config.name}: {self.held_up}, for {age(waited)} now")
+        log(f"host {self.config.name}: {self.held_up}, for {age(waited)} now", WARN)
 
     def _switch(self, engine: str) -> None:
         name, before = self.config.name, self._up
@@ -5467,12 +5564,14 @@ class Host:
             self._start_failed(engine, error)
         else:
             log(f"host {name}: engine {engine} is ready")
+            self.counts["switches"] += 1
             self._note_stop(None)  # a stop that was not proven is not wanted any more, or was done by this start
             self._tell(engine, "loaded")
             with self._changed:
                 self._now_up(engine, used=True)
-                self._restarted = anew
+                self._judged = frozenset()
                 self._take_verdict(reply)
+                self._restarted = anew
                 self._settle(self._waiting_for(engine))
             self.forget_models(engine)
             self.learn(engine)
@@ -5495,7 +5594,7 @@ class Host:
             error = reply.get("error") or {}
             if error.get("type") == "GpuBusy":
                 if "foreign" in reply:  # it was an owner, not a busy agent or memory that drains
-                    self.owners = self.foreign(reply)
+                    self._take_owners(self.foreign(reply))
                 raise GpuBusy(prefix + "GPU is busy, not switching: {}".format(client_safe(str(error.get("text")))))
             raise EngineFailed(prefix + str(error.get("text", "no reason given")))
         if before and before != engine:
@@ -5540,7 +5639,7 @@ class Host:
             raise EngineFailed(f"whether engine {engine} still runs cannot be told: {text}")
         with self._changed:
             self._looked()
-            self.owners = self.foreign(reply)
+            self._take_owners(self.foreign(reply))
             self._take_waits(reply)
             self._take_pids(reply)
             self._take_restarts(reply)
@@ -5574,12 +5673,12 @@ class Host:
             self._unload = None
             self._load_then.pop(engine, None)
             self._settle(self._waiting_for(engine), failed)
-        log("{}{}".format(text, "" if unloaded else f"; not tried again for {age(pause)}"))
+        log("{}{}".format(text, "" if unloaded else f"; not tried again for {age(pause)}"), INFO if unloaded else WARN)
         self._tell(engine, "unloaded", **({} if unloaded else {"failed": True}))
 
     def _stop(self, engine: str) -> None:
         name = self.config.name
-        if self._stop_error is None:
+        if self.stop_error is None:
             why = "asked to unload" if self._unload else f"idle for {age(self.proxy.idle_stop)}"
             why = "it fell back to the CPU" if self._anew == engine else why
             log(f"host {name}: {why}: stopping engine {engine}")
@@ -5604,7 +5703,10 @@ class Host:
                 self._meets_job = self._announced = ""
             if self._ledger is not None:
                 self._ledger.put("handover", name, entry)
-            self._events.publish({"event": "handover", "data": {"host": name, "engine": engine, **entry}})
+            seconds = round(self._clock.monotonic() - self._asked_back, 3)
+            self.counts["releases"] += 1
+            self.handbacks.append({"host": name, "job": job, "time": timestamp(now), "seconds": seconds})
+            self._event("handover", engine=engine, seconds=seconds, **entry)
         self._note_stop(problem)
 
     def _release_text(self) -> str:
@@ -5640,21 +5742,22 @@ class Host:
         """Remember a stop that was not proven, until one is or the box is down; one log line per failing streak."""
         name, now = self.config.name, timestamp(self._clock.now())
         with self._changed:
-            before, entry = self._stop_error, None
+            before, entry = self.stop_error, None
             if problem is not None:
                 attempts = (before or {}).get("attempts")
                 entry = {"error": problem, "since": (before or {}).get("since") or now, "last": now}
                 entry["attempts"] = attempts + 1 if isinstance(attempts, int) else 1
-            self._stop_error = entry
+            self.stop_error = entry
             self._retry_due = self._clock.monotonic() + self.proxy.tick if entry else 0.0
         if problem is not None and before is None:
-            log(f"host {name}: the engine is not stopped: {problem}")
-            self._events.publish({"event": "stop_error", "data": {"host": name, **(entry or {})}})
+            log(f"host {name}: the engine is not stopped: {problem}", ERROR)
+            self.counts["stop_errors"] += 1
+            self._event("stop_error", **(entry or {}))
         self._keep_stop_error()
 
     def _keep_stop_error(self) -> None:
         if self._ledger is not None:
-            self._ledger.put("stop_error", self.config.name, self._stop_error)
+            self._ledger.put("stop_error", self.config.name, self.stop_error)
 
 
 # ======================================================================================================================
@@ -5993,6 +6096,9 @@ class Exchange:
         self._events = False  # is it an event stream?
         self._opened = False  # was it begun by us, in the engine's silence?
         self._relayed = False  # has a byte of the engine's body gone out?
+        self._last = (b"", b"")  # the last two pieces of it: there an engine reports its tokens
+        self.events = 0  # of a stream, so far: about a token each
+        self.queued = 0.0  # seconds until its engine took it
         self._pending = b""  # the response's header block, until it can travel with the first of its body
         self._tail = b"\n\n"  # the last bytes of an event stream: a comment may stand only between events
 
@@ -6020,7 +6126,7 @@ class Exchange:
             self.refuse(error)
         finally:
             if self.route:
-                self.proxy.counters.end(self.route.model, self.status, time.monotonic() - self.started)
+                self.proxy.counters.end(self, reported(b"".join(self._last)[-8192:]))
             if self.upload:
                 self.upload.close()
 
@@ -6166,14 +6272,15 @@ class Exchange:
         """Start the engine where it must be, send the request, relay the answer. An engine that died since it was last seen
         is started again once, as long as nothing was sent to it."""
         self.route = route
-        self.proxy.counters.begin(route.model)
+        self.proxy.counters.begin(self)
         for last in (False, True):
             lease = route.host.acquire(route.engine, self.waiting)
+            self.queued = self.queued or time.monotonic() - self.started
             try:
                 self._send_and_relay(route, target)
                 return
             except EngineLost as error:
-                log(f"host {route.host.config.name}: engine {route.engine}: {error.fields.get('detail', error)}")
+                log(f"host {route.host.config.name}: engine {route.engine}: {error.fields.get('detail', error)}", WARN)
                 route.host.suspect(route.engine)
                 if last or not error.fields.get("refused") or not route.host.config.engines[route.engine].managed:
                     raise
@@ -6331,6 +6438,9 @@ class Exchange:
                 continue
             if data:
                 self._relayed = True
+                self._last = self._last[1], data
+                if self._events:
+                    self.events += data.count(b"\n\n")
                 self.payload(data)
 
     def begin(self, status: int, reason: str, fields: Iterable[tuple[str, str]], length: int | str) -> None:
@@ -6418,6 +6528,7 @@ class Exchange:
             self._break_off(error)
             return
         status = self._status_of(error)
+        self.proxy.counters.refused(error.type)
         more = [("x-should-retry", str(error.retry).lower())] if error.retry is not None else []
         if isinstance(error, Unauthorised):
             more.append(("WWW-Authenticate", "Bearer"))
@@ -6507,25 +6618,86 @@ def tidy_path(path: str) -> str:
 # ----- the server
 
 
-class Counters:
-    """Requests by model and status, and how long they took; read by /metrics."""
+_REPORTED = re.compile(
+    rb'"((?:prompt|completion|input|output)_tokens|prompt_n|predicted_n|predicted_per_second)":\s*(\d+(?:\.\d+)?)'
+)
+
+
+def reported(end: bytes) -> dict[str, float]:
+    """What the end of an answer reports: {"prompt", "generated"} in tokens, {"rate"} in tokens a second. By `usage` (OpenAI's,
+    Anthropic's) and llama-server's `timings`; in a text the quotes of such a word are escaped, so it is no report."""
+    found = {name.decode(): float(value) for name, value in _REPORTED.findall(end)}
+    words = {
+        "prompt": ("prompt_tokens", "input_tokens", "prompt_n"),
+        "generated": ("completion_tokens", "output_tokens", "predicted_n"),
+        "rate": ("predicted_per_second",),
+    }
+    return {word: found[name] for word, names in words.items() for name in names[::-1] if name in found}
+
+
+class Histogram:
+    """How long things took, in seconds, as Prometheus counts them."""
+
+    BOUNDS = (0.05, 0.2, 1.0, 5.0, 15.0, 60.0, 300.0)
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.counts = [0] * (len(self.BOUNDS) + 1)
+        self.total = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[sum(seconds > bound for bound in self.BOUNDS)] += 1
+        self.total += seconds
+
+
+class Counters:
+    """What requests did, by model; read by /metrics and /status."""
+
+    RATES = 120  # of the last answers that reported one
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.running: dict[Exchange, None] = {}  # those that are on their way to an engine, oldest first
         self.requests: dict[tuple[str, int], int] = {}
-        self.seconds: dict[str, float] = {}
-        self.in_flight: dict[str, int] = {}
+        self.seconds: dict[str, Histogram] = {}
+        self.queued: dict[str, Histogram] = {}
+        self.first_byte: dict[str, Histogram] = {}
+        self.tokens: dict[tuple[str, str], float] = {}  # (model, "prompt" or "generated")
+        self.rates: deque[tuple[str, float, float]] = deque(maxlen=self.RATES)  # (model, when, tokens a second)
+        self.refusals: dict[str, int] = {}  # by type
 
-    def begin(self, model: str) -> None:
-        with self._lock:
-            self.in_flight[model] = self.in_flight.get(model, 0) + 1
+    def begin(self, exchange: Exchange) -> None:
+        with self.lock:
+            self.running[exchange] = None
 
-    def end(self, model: str, status: int, seconds: float) -> None:
-        with self._lock:
-            self.in_flight[model] -= 1
-            key = (model, status)
+    def end(self, exchange: Exchange, report: dict[str, float]) -> None:
+        assert exchange.route
+        model, key = exchange.route.model, (exchange.route.model, exchange.status)
+        with self.lock:
+            del self.running[exchange]
             self.requests[key] = self.requests.get(key, 0) + 1
-            self.seconds[model] = self.seconds.get(model, 0.0) + seconds
+            for histograms, seconds in (
+                (self.seconds, time.monotonic() - exchange.started),
+                (self.queued, exchange.queued),
+                (self.first_byte, exchange.first_byte),
+            ):
+                histograms.setdefault(model, Histogram()).add(seconds)
+            for word in report.keys() & {"prompt", "generated"}:
+                self.tokens[model, word] = self.tokens.get((model, word), 0.0) + report[word]
+            if report.get("rate"):
+                self.rates.append((model, time.time(), report["rate"]))
+
+    def refused(self, kind: str) -> None:
+        with self.lock:
+            self.refusals[kind] = self.refusals.get(kind, 0) + 1
+
+    def in_flight(self) -> dict[str, int]:
+        """By model, those that ended included, as 0: a gauge that vanishes tells nothing."""
+        with self.lock:
+            counts = {model: 0 for model, _ in self.requests}
+            for exchange in self.running:
+                if exchange.route:
+                    counts[exchange.route.model] = counts.get(exchange.route.model, 0) + 1
+        return counts
 
 
 class Connection:
@@ -6559,7 +6731,7 @@ class Connection:
         except Exception:
             import traceback
 
-            log(f"internal error, this connection is closed: {traceback.format_exc()}")
+            log(f"internal error, this connection is closed: {traceback.format_exc()}", ERROR)
             exchange.keep = False
             self._refuse(exchange, GuardError("internal error, see the proxy's log"))
         return exchange.keep
@@ -6612,7 +6784,10 @@ class Proxy(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     request_queue_size = 1024
 
-    def __init__(self, config: Config, folder: str, own: Routes, clock: Clock | None = None) -> None:
+    def __init__(
+        self, config: Config, folder: str, own: Routes, clock: Clock | None = None, listener: socket.socket | None = None
+    ) -> None:
+        """`listener`: a socket that listens already (systemd's), instead of proxy.listen."""
         self.config, self.folder, self.own = config, folder, own
         self.clock = clock or Clock()
         self.events, self.counters, self.ledger = Events(), Counters(), Ledger(folder, self.clock)
@@ -6620,11 +6795,16 @@ class Proxy(socketserver.ThreadingTCPServer):
         self.draining = False
         self.hosts: dict[str, Host] = {}
         self._connections: set[Connection] = set()
+        self._host_threads: dict[str, threading.Thread] = {}
         self._lock = threading.Lock()
         host, port = config.proxy.listen
         if ":" in host:
             self.address_family = socket.AF_INET6
-        super().__init__((host, port), None)  # type: ignore[arg-type]
+        super().__init__((host, port), None, bind_and_activate=listener is None)  # type: ignore[arg-type]
+        self._given = listener is not None
+        if listener is not None:
+            self.socket.close()
+            self.socket, self.server_address = listener, listener.getsockname()[:2]
         self._set_hosts(config)
 
     # ----- connections
@@ -6639,7 +6819,7 @@ class Proxy(socketserver.ThreadingTCPServer):
             return super().get_request()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM) and not self.draining:
-                log(f"no more connections can be taken: {error.strerror}")
+                log(f"no more connections can be taken: {error.strerror}", WARN)
                 time.sleep(0.1)  # the listener stays readable: do not spin
             raise
 
@@ -6671,7 +6851,7 @@ class Proxy(socketserver.ThreadingTCPServer):
             threading.Thread(target=connection.serve, daemon=True).start()
         except RuntimeError as error:  # no more threads
             self.gone(connection)
-            log(f"a connection cannot be served: {error}")
+            log(f"a connection cannot be served: {error}", WARN)
             connection.wire.close()
 
     def gone(self, connection: Connection) -> None:
@@ -6679,7 +6859,7 @@ class Proxy(socketserver.ThreadingTCPServer):
             self._connections.discard(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        log(f"a connection ended badly: {sys.exc_info()[1]!r}")
+        log(f"a connection ended badly: {sys.exc_info()[1]!r}", WARN)
 
     # ----- hosts and routes
 
@@ -6694,12 +6874,17 @@ class Proxy(socketserver.ThreadingTCPServer):
                 continue
             remote = Remote(host_config, self.folder)
             hosts[name] = host = Host(host_config, config.proxy, remote, self.events, self.clock, ledger=self.ledger)
-            threading.Thread(target=host.run, name="host " + name, daemon=True).start()
+            self._host_threads[name] = threading.Thread(target=host.run, name="host " + name, daemon=True)
+            self._host_threads[name].start()
             threading.Thread(target=host.follow, name="follow " + name, daemon=True).start()
         for name, host in self.hosts.items():
             if hosts.get(name) is not host:
                 host.close()
         self.config, self.hosts = config, hosts
+
+    def lives(self) -> bool:
+        """Do the threads that it cannot do without?"""
+        return all(self._host_threads[name].is_alive() for name in self.hosts)
 
     def reload(self, config: Config) -> None:
         """A new configuration; nothing that is still in it is stopped or cut."""
@@ -6758,12 +6943,28 @@ class Proxy(socketserver.ThreadingTCPServer):
 
     # ----- the end
 
+    def _stop_accepting(self) -> None:
+        """End the accepting thread. A listener that is systemd's goes on without us: it is not shut down but knocked at."""
+        if not self._given:
+            _hang_up(self.socket)
+            self.shutdown()
+            return
+        ending = threading.Thread(target=self.shutdown)
+        ending.start()
+        while ending.is_alive():
+            try:
+                with socket.socket(self.socket.family, socket.SOCK_STREAM) as knock:
+                    knock.setblocking(False)
+                    knock.connect_ex(self.socket.getsockname())
+            except OSError:
+                pass
+            ending.join(0.05)
+
     def drain(self) -> bool:
         """Stop accepting, let what runs end by itself; False when drain_timeout came first."""
         self.draining = True
         self.events.close()
-        _hang_up(self.socket)  # wakes the accepting thread
-        self.shutdown()
+        self._stop_accepting()
         self.server_close()
         deadline = time.monotonic() + self.config.proxy.drain_timeout
         while time.monotonic() < deadline:
@@ -6904,7 +7105,7 @@ def _unload_in_router(proxy: Proxy, route: Route, seconds: float) -> bool:
     """A router that is asked to unload a model cuts what runs on it (llama.cpp's after 10 s): it is asked once nothing does.
     What takes longer than `seconds` goes on in the background."""
     api, deadline = route.host.api(route.engine), time.monotonic() + seconds
-    while proxy.counters.in_flight.get(route.model) or api.in_use(route.upstream):
+    while proxy.counters.in_flight().get(route.model) or api.in_use(route.upstream):
         if time.monotonic() >= deadline:
             if route.model not in route.host.unloading:
                 route.host.unloading.add(route.model)
@@ -6920,7 +7121,7 @@ def _unload_later(proxy: Proxy, route: Route) -> None:
     try:
         _unload_in_router(proxy, route, NEVER)
     except GuardError as error:
-        log(f"host {route.host.config.name}: model {route.model} is not unloaded: {error}")
+        log(f"host {route.host.config.name}: model {route.model} is not unloaded: {error}", WARN)
     finally:
         route.host.unloading.discard(route.model)
 
@@ -6988,6 +7189,21 @@ def upstream_view(exchange: Exchange) -> None:
     exchange.forward_to(route, rest + ("?" + exchange.query if exchange.query else ""))
 
 
+def _requests(proxy: Proxy) -> list[dict[str, Any]]:
+    """What is queued or runs, oldest first. `tokens`: events of a stream, about one each; `rate`: those a second."""
+    with proxy.counters.lock:
+        running = [(exchange, exchange.route) for exchange in proxy.counters.running]
+    now, found = time.monotonic(), []
+    for exchange, route in running:
+        if route:
+            seconds = now - exchange.started
+            flowing = seconds - exchange.first_byte
+            rate = round(exchange.events / flowing, 1) if exchange.events > 1 and flowing > 0 else None
+            one = {"model": route.model, "host": route.host.config.name, "path": exchange.path, "age": round(seconds, 1)}
+            found.append({**one, "queued": not exchange.queued, "tokens": exchange.events, "rate": rate})
+    return found
+
+
 @own("GET", "/status")
 def status_view(exchange: Exchange) -> None:
     proxy = exchange.proxy
@@ -6997,6 +7213,11 @@ def status_view(exchange: Exchange) -> None:
         "started": timestamp(proxy.started),
         "state_error": proxy.ledger.problem,
         "hosts": {name: host.view() for name, host in proxy.hosts.items()},
+        "requests": _requests(proxy),
+        "history": {
+            "rates": [{"model": m, "time": timestamp(when), "rate": rate} for m, when, rate in tuple(proxy.counters.rates)],
+            "handbacks": [one for host in proxy.hosts.values() for one in tuple(host.handbacks)],
+        },
         "models": {
             model: {"host": host.config.name, "engine": engine, "state": model_status(host, engine, said)["value"]}
             for host in proxy.hosts.values()
@@ -7036,27 +7257,90 @@ def prometheus_sample(name: str, labels: dict[str, str], value: float) -> str:
     return f"{name}{{{quoted}}} {value:.10g}" if quoted else f"{name} {value:.10g}"
 
 
+if TYPE_CHECKING:
+    Samples = list[tuple[str, dict[str, str], float]]  # (what is added to the family's name, labels, value)
+
+
+def _families(proxy: Proxy) -> Iterator[tuple[str, str, str, Samples]]:
+    """(name without "llmguard_", type, help, samples) of every metric. A label's values are names from the configuration, HTTP
+    statuses and our own words: nothing that a client makes up."""
+    counters, hosts = proxy.counters, proxy.hosts
+    with counters.lock:  # a thread that ends a request meanwhile would grow what is read here
+        requests, tokens, refusals = dict(counters.requests), dict(counters.tokens), dict(counters.refusals)
+        seconds, queued, first = dict(counters.seconds), dict(counters.queued), dict(counters.first_byte)
+
+    def per_host(value: Callable[[Host], Any]) -> Samples:
+        return [("", {"host": name}, value(host)) for name, host in sorted(hosts.items()) if value(host) is not None]
+
+    def histograms(of: dict[str, Histogram]) -> Samples:
+        samples: Samples = []
+        for model, histogram in sorted(of.items()):
+            total = 0
+            for bound, count in zip((*Histogram.BOUNDS, NEVER), histogram.counts):
+                total += count
+                samples.append(("_bucket", {"model": model, "le": "+Inf" if bound == NEVER else f"{bound:g}"}, total))
+            samples += [("_count", {"model": model}, total), ("_sum", {"model": model}, histogram.total)]
+        return samples
+
+    yield "info", "gauge", "This copy.", [("", {"version": __version__, "sha256": proxy.sha256}, 1)]
+    yield "start_time_seconds", "gauge", "When the proxy was started.", [("", {}, proxy.started)]
+    yield "requests_total", "counter", "Requests that were on their way to a model's engine, by the status that they got.", [
+        ("", {"model": model, "status": str(status)}, count) for (model, status), count in sorted(requests.items())
+    ]
+    yield "requests_in_flight", "gauge", "Requests queued for an engine, or on it.", [
+        ("", {"model": model}, count) for model, count in sorted(counters.in_flight().items())
+    ]
+    yield "request_seconds", "histogram", "From a request's header to the end of its answer.", histograms(seconds)
+    yield "queue_seconds", "histogram", "Until its engine took it: a switch, a start.", histograms(queued)
+    yield "first_byte_seconds", "histogram", "From a request's header to its answer's first byte.", histograms(first)
+    yield "tokens_total", "counter", "Tokens, as far as engines report them.", [
+        ("", {"model": model, "kind": kind}, count) for (model, kind), count in sorted(tokens.items())
+    ]
+    yield "refusals_total", "counter", "Answers that were an error of the proxy's own, by its type.", [
+        ("", {"type": kind}, count) for kind, count in sorted(refusals.items())
+    ]
+    for name, about in (
+        ("switches", "Engines started for a request."),
+        ("releases", "Engines stopped for a waiting job, and proven to be gone."),
+        ("stop_errors", "Stops that were not proven: streaks, not attempts."),
+        ("cpu_fallbacks", "Engines that were found to serve from the CPU."),
+    ):
+        yield name + "_total", "counter", about, per_host(lambda host, name=name: host.counts[name])  # type: ignore[misc]
+    yield "handback_seconds", "gauge", "The last release: from the first sight of the wait to the proven stop.", per_host(
+        lambda host: host.handbacks[-1]["seconds"] if host.handbacks else None
+    )
+    yield "host_up", "gauge", "Does its box answer?", per_host(lambda host: host.down_since is None)
+    yield "engine_up", "gauge", "The engine that is ready.", [
+        ("", {"host": name, "engine": host.up}, 1) for name, host in sorted(hosts.items()) if host.up
+    ]
+    yield "stop_error", "gauge", "Is there a stop that is not proven?", per_host(lambda host: host.stop_error is not None)
+    yield "degraded", "gauge", "Does its engine serve from the CPU, for want of a better?", per_host(lambda host: host.degraded)
+    yield "verdict", "gauge", "Where its engine's weights are.", [
+        ("", {"host": name, "value": str(host.verdict["value"])}, 1) for name, host in sorted(hosts.items()) if host.verdict
+    ]
+    owners = {(name, str(owner.get("kind"))) for name, host in hosts.items() for owner in host.owners}
+    yield "owner", "gauge", "Somebody else holds the GPU.", [
+        ("", {"host": name, "kind": kind}, 1) for name, kind in sorted(owners)
+    ]
+    for word in ("used", "total"):
+        yield f"gpu_memory_{word}_bytes", "gauge", f"GPU memory, {word}, as the driver tells.", [
+            ("", {"host": name, "gpu": str(device["index"])}, device[word])
+            for name, host in sorted(hosts.items())
+            for device in (host.gpu or {}).get("devices", ())
+            if device[word] is not None
+        ]
+
+
 @own("GET", "/metrics")
 def metrics_view(exchange: Exchange) -> None:
     """Prometheus' text format. With ?model= it is the engine's own."""
     if "model" in dict(parse_qsl(exchange.query)):
         exchange.forward("/metrics")
         return
-    counters, hosts = exchange.proxy.counters, exchange.proxy.hosts
-    families: list[tuple[str, str, list[tuple[dict[str, str], float]]]] = [
-        ("requests_total", "counter", [({"model": m, "status": str(code)}, n) for (m, code), n in counters.requests.items()]),
-        ("request_seconds_total", "counter", [({"model": model}, seconds) for model, seconds in counters.seconds.items()]),
-        ("requests_in_flight", "gauge", [({"model": model}, count) for model, count in counters.in_flight.items()]),
-        ("cpu_fallbacks_total", "counter", [({"host": name}, host.fallbacks) for name, host in hosts.items()]),
-        ("degraded", "gauge", [({"host": name}, host.degraded) for name, host in hosts.items()]),
-        ("verdict", "gauge", [
-            ({"host": name, "value": str(host.verdict["value"])}, 1) for name, host in hosts.items() if host.verdict
-        ]),
-    ]
     lines = []
-    for name, kind, samples in families:
-        lines.append(f"# TYPE llmguard_{name} {kind}")
-        lines += sorted(prometheus_sample("llmguard_" + name, labels, value) for labels, value in samples)
+    for name, kind, about, samples in _families(exchange.proxy):
+        lines += [f"# HELP llmguard_{name} {about}", f"# TYPE llmguard_{name} {kind}"]
+        lines += [prometheus_sample(f"llmguard_{name}{suffix}", labels, value) for suffix, labels, value in samples]
     exchange.reply(200, ("\n".join(lines) + "\n").encode(), content_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -7124,6 +7408,8 @@ PROBE_PROMPT = "Count from one to two hundred, in words, and separate them by co
 MAX_WALL = 40.0  # seconds; the seed's box: 9 to 12 with a cold start
 BASELINE_OF = 5  # healthy probes whose median is a model's baseline
 SLOW, TOO_SLOW = 1 / 2, 1 / 3  # of the baseline: no healthy probe any more, and a fallback
+LOAD_PATIENCE = 600.0  # seconds until the first token of a cold start
+HEAL_AGAIN = 3600.0  # seconds in which a model that an unload did not mend is not unloaded again
 HEAL_PAUSE = 5.0  # seconds between an unload and the next request: what was unloaded gives its memory back
 ASK_AGAIN = 2.0  # seconds between two questions whether a model is still in use: asking more often delays its cancels
 STILL_BAD = 600.0  # seconds in which `--if-changed` repeats a bad result from memory
@@ -7194,7 +7480,7 @@ class Tell:
             os.chmod(path + ".tmp", 0o644)
             os.replace(path + ".tmp", path)
         except OSError as error:
-            log(f"--textfile {path} cannot be written: {error.strerror}")
+            log(f"--textfile {path} cannot be written: {error.strerror}", WARN)
 
     def _alert(self, command: str, report: Report) -> None:
         import shlex
@@ -7207,7 +7493,7 @@ class Tell:
         except (OSError, ValueError) as error:
             problem = str(error)
         if problem:
-            log(f"--on-alert {command}: {problem}")
+            log(f"--on-alert {command}: {problem}", WARN)
 
     def _ping(self, url: str, report: Report) -> None:
         """healthchecks.io and its like: GET URL when all is well (healed, too), URL/fail when it is not."""
@@ -7218,7 +7504,7 @@ class Tell:
             with urllib.request.urlopen(url if report.level in (OK, WARNING) else url.rstrip("/") + "/fail", timeout=10):
                 pass
         except (OSError, ValueError) as error:
-            log(f"--ping: {error}")
+            log(f"--ping: {error}", WARN)
 
 
 # ----- the server that is guarded
@@ -7293,7 +7579,7 @@ class ModelServer:
             return [self._of_ollama(entry) for entry in self._list("/api/ps", "models")]
         data = [entry for entry in self._list("/v1/models", "data") if "id" in entry]
         states = {"loaded": "ready", "loading": "starting"}
-        words = [(str(entry["id"]), (entry.get("status") or {}).get("value", "loaded")) for entry in data]
+        words = [(str(entry["id"]), _dict_of(entry, "status").get("value", "loaded")) for entry in data]
         return [Loaded(name, states[word]) for name, word in words if word in states]
 
     @staticmethod
@@ -7344,6 +7630,8 @@ class ModelServer:
             return False
         if reply is None or reply.status != 200:
             return False
+        if self.kind in ("llama-swap", "llmguard"):
+            return True  # they answer when it is gone; by now a client may have had it loaded again
         until = self.clock.monotonic() + self.UNLOADED
         while any(entry.model == model for entry in self.loaded()):
             if self.clock.monotonic() >= until:
@@ -7375,6 +7663,54 @@ def _error_text(status: int, body: bytes) -> str:
     return printable(str(text or "")).strip()[:200] or f"status {status}, and not a word"
 
 
+# ----- its processes, where it is this box's
+
+
+def server_processes(entry: Loaded, box: Box, tool: Run, guess: int = 0) -> tuple[list[Process], str]:
+    """(the processes that serve a loaded model, why they can't be told), found by the port that it listens on: a name pattern
+    sees the wrong process, or none. ([], ""): nobody listens there. `guess`: as in Box.listening."""
+    if entry.address is None:
+        return [], "its server does not tell a port"
+    if not is_loopback(entry.address.host):
+        return [], f"it runs on another machine ({entry.address.host})"
+    port = entry.address.port
+    at_port = box.listening(port, guess)
+    front = next((process.comm for process in at_port if process.comm in PORT_FRONTS), "")
+    if not front and (at_port or not box.listeners(port)):
+        return at_port, ""
+    for name in ("docker", "podman"):
+        inside = container_processes(box, tool, name, port)
+        if inside:
+            return sorted(inside, key=lambda process: process.start), ""
+    if front:
+        return [], f"port {port} is served by {front}, for a container that can't be looked into"
+    return [], f"port {port} is served by a process that this user may not look into"
+
+
+def judge_processes(
+    entry: Loaded, processes: list[Process], box: Box, tool: Run, key: str, max_rss: int | None = None
+) -> tuple[Evidence, Verdict]:
+    """Where the weights of a loaded model are, by its server's processes and all that descend from them."""
+    reading = read_gpus(box, tool)
+    facts = evidence_of(box, reading, box.family({process.pid for process in processes}), max_rss=max_rss)
+    if facts.model is None and entry.address is not None:  # no file on its command line: what it says itself
+        sizes = [_figure((_dict_of(said, "meta")).get("size")) for said in EngineApi(entry.address, key).models() or ()]
+        facts = replace(facts, model=next((int(count) for count in sizes if count), None))
+    return facts, verdict(facts)
+
+
+def _dict_of(table: dict[str, Any], key: str) -> dict[str, Any]:
+    """A part of what another program wrote, which may be anything."""
+    part = table.get(key)
+    return part if isinstance(part, dict) else {}
+
+
+def _figure(value: Any) -> float | None:
+    """A number of what another program wrote."""
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e18
+    return float(value) if good else None
+
+
 # ----- one timed request
 
 
@@ -7398,7 +7734,7 @@ class Timing:
 
 
 def measure(address: Address, key: str, model: str, seconds: float, progress: Callable[[Timing], None]) -> Timing:
-    """Ask a model for PROBE_TOKENS tokens, streamed, and time it. An error is a Timing too; EngineLost when nobody answers.
+    """Ask a model for PROBE_TOKENS tokens, streamed, and time it; `seconds`: from the first token on. An error is a Timing too.
 
     `n_predict`, `ignore_eos` and `cache_prompt` are llama-server's: as many tokens each time, and none remembered.
     """
@@ -7410,67 +7746,81 @@ def measure(address: Address, key: str, model: str, seconds: float, progress: Ca
     fields = [("Host", address.authority), ("Connection", "close"), ("Content-Length", str(len(data)))]
     fields += [("Content-Type", "application/json"), *([("Authorization", "Bearer " + key)] if key else [])]
     begun = time.monotonic()
-    deadline = begun + seconds
-    wire = Pool(address).connect(min(deadline, begun + 10.0))
-    timing = Timing(0.0)
+    deadline = begun + LOAD_PATIENCE
+    timing, wire = Timing(0.0), None
     try:
+        wire = Pool(address).connect(begun + 10.0)
         wire.write(request_head("POST", address.base + "/v1/completions", fields) + data, 30.0)
         response = Response(wire, "POST", deadline)
         if response.status != 200:
             text = _error_text(response.status, response.body.all(deadline, 1 << 20))
             return Timing(time.monotonic() - begun, status=response.status, error=text)
-        rest, last, moments = b"", {}, []
+        stream = _Stream(begun)
         while True:
             piece = response.body.read(deadline)
-            lines = (rest + piece).split(b"\n") if piece else [rest, b""]
-            rest = lines.pop()
-            for line in lines:
-                chunk = _chunk(line)
-                if "error" in chunk:
-                    return replace(timing, error=_error_text(500, json.dumps(chunk).encode()))
-                if _has_text(chunk):
-                    moments.append(time.monotonic() - begun)
-                last.update({key: chunk[key] for key in ("timings", "usage") if isinstance(chunk.get(key), dict)})
-            timing = _timing(time.monotonic() - begun, moments, last)
+            stream.feed(piece)
+            timing = stream.timing()
+            if timing.first is not None:
+                deadline = begun + timing.first + seconds
             progress(timing)
+            if stream.error:
+                return replace(timing, status=500, error=stream.error)
             if not piece:
                 return timing
     except DeadlinePassed:
         return replace(timing, wall=time.monotonic() - begun, whole=False)
-    except (PeerGone, ProtocolError, BodyTooLarge) as error:
+    except (EngineLost, PeerGone, ProtocolError, BodyTooLarge, HeadTooLarge) as error:
         return replace(timing, wall=time.monotonic() - begun, status=502, error=str(error) or "the connection broke")
     finally:
-        wire.close()
+        if wire is not None:
+            wire.close()
 
 
-def _chunk(line: bytes) -> dict[str, Any]:
-    """The JSON object of one line of a stream ("data: {…}"), or of a whole answer by a server that does not stream."""
-    try:
-        content = json.loads(line[5:] if line.startswith(b"data:") else line)
-    except (ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+class _Stream:
+    """What comes of a streamed answer, line by line ("data: {…}"); a server that does not stream sends one line."""
 
+    def __init__(self, begun: float) -> None:
+        self.begun = begun
+        self.error = ""
+        self._rest = b""
+        self._moments: list[float] = []  # at which pieces with text came
+        self._events = 0  # with text
+        self._last: dict[str, Any] = {}  # what the server said of itself
 
-def _has_text(chunk: dict[str, Any]) -> bool:
-    choices = chunk.get("choices")
-    first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-    return bool(first.get("text"))
+    def feed(self, piece: bytes) -> None:
+        lines = (self._rest + piece).split(b"\n") if piece else [self._rest, b""]
+        self._rest = lines.pop()
+        before = self._events
+        for line in lines:
+            try:
+                chunk = json.loads(line[5:] if line.startswith(b"data:") else line)
+            except (ValueError, RecursionError):
+                continue
+            if not isinstance(chunk, dict):
+                continue
+            if chunk.get("error"):
+                self.error = _error_text(500, json.dumps(chunk).encode())
+            choices = chunk.get("choices")
+            first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+            self._events += bool(first.get("text"))
+            self._last.update({key: chunk[key] for key in ("timings", "usage") if isinstance(chunk.get(key), dict)})
+        if self._events > before:
+            self._moments.append(time.monotonic() - self.begun)
 
-
-def _timing(wall: float, moments: list[float], last: dict[str, Any]) -> Timing:
-    """Put together from the moments at which text came and what the server said of itself in its last chunk."""
-    timings, usage = last.get("timings", {}), last.get("usage", {})
-    tokens = timings.get("predicted_n") or usage.get("completion_tokens") or len(moments)
-    spent = moments[-1] - moments[0] if moments else 0.0
-    return Timing(
-        wall,
-        int(tokens),
-        moments[0] if moments else None,
-        timings.get("predicted_per_second"),
-        (tokens - 1) / spent if spent > 0 and tokens > 1 else None,
-        bool(timings.get("draft_n")),
-    )
+    def timing(self) -> Timing:
+        timings, usage = _dict_of(self._last, "timings"), _dict_of(self._last, "usage")
+        tokens = int(_figure(timings.get("predicted_n")) or _figure(usage.get("completion_tokens")) or self._events)
+        moments = self._moments
+        spent = moments[-1] - moments[0] if moments else 0.0
+        flowed = spent > 0 and 10 * len(moments) > tokens > 1  # else somebody on the way kept it back: our clock tells nothing
+        return Timing(
+            time.monotonic() - self.begun,
+            tokens,
+            moments[0] if moments else None,
+            _figure(timings.get("predicted_per_second")) or None,
+            (tokens - 1) / spent if flowed else None,
+            bool(timings.get("draft_n")),
+        )
 
 
 # ----- its verdict
@@ -7478,7 +7828,7 @@ def _timing(wall: float, moments: list[float], last: dict[str, Any]) -> Timing:
 
 @dataclass(frozen=True)
 class Judged:
-    """A probe's verdict: ok, slow (nothing to heal, and no baseline either), bad (a fallback), unknown; and why."""
+    """A probe's verdict: ok, slow (nothing to heal, and no baseline either), bad (a fallback), error, unknown; and why."""
 
     value: str
     why: str
@@ -7487,11 +7837,13 @@ class Judged:
 def judge(timing: Timing, baseline: float | None, max_wall: float | None, entry: Loaded | None = None) -> Judged:
     """Is this model on the GPU? By its own healthy baseline where there is one, else by the wall time; a `max_wall` that
     somebody gave counts in any case. `entry`: what an Ollama claims, which is a hint and no proof."""
-    if timing.error:
-        return Judged("unknown" if timing.status in (400, 404, 405, 423, 501) else "bad", timing.error)
+    if timing.error:  # 503: it loads, or its queue is full; 501: no model for text
+        return Judged("unknown" if timing.status < 500 or timing.status in (501, 503) else "error", timing.error)
     wall, speed = f"{timing.wall:.1f} s for {timing.tokens} tokens", timing.speed
     limit = max_wall or (MAX_WALL if baseline is None else None)
     claim = entry.claim if entry and entry.share is not None else ""
+    if not timing.whole and not timing.tokens:
+        return Judged("unknown", f"no token came within {age(timing.wall)}")
     if not timing.whole:
         return Judged("bad", f"cut off after {wall}")
     if not timing.tokens:
@@ -7555,104 +7907,148 @@ class ProbeSettings:
 
 
 class Prober:
-    """Probes the models of one server; `known` is the server's part of probe.json."""
+    """Probes the models of one server; `models` is what probe.json knows of them, by name: {"plain", "drafted": rates,
+    "unloaded": when an unload did not help}."""
 
     def __init__(
-        self, server: ModelServer, settings: ProbeSettings, known: dict[str, Any], progress: Callable[[str], None]
+        self,
+        server: ModelServer,
+        settings: ProbeSettings,
+        models: dict[str, Any],
+        progress: Callable[[str], None],
+        box: Box | None = None,
+        tool: Run = run_tool,
     ) -> None:
         self.server, self.settings, self.progress = server, settings, progress
-        self.clock = server.clock
-        models = known.setdefault("models", {})
-        self.models: dict[str, Any] = models if isinstance(models, dict) else {}
-        known["models"] = self.models
+        self.clock, self.box, self.tool = server.clock, box or Box(), tool
+        self.models = models
 
     def probe(self, model: str) -> Probed:
         """One model: wait until nobody uses it, time it, and heal it once when it fell back."""
-        held = self._await_calm(model)
+        held, _ = self._await_calm(model)
         if held:
             return Probed(model, UNKNOWN, "unknown", held)
-        timing = self._measure(model)
-        judged, baseline = self._judge(model, timing)
-        if judged.value != "bad":
+        timing, judged, baseline = self._measure(model)
+        if judged.value not in ("bad", "error"):
             return self._probed(model, judged, timing, baseline)
-        can = "this kind of server unloads nothing" if self.server.kind == "server" else "not unloaded (--dry-run)"
-        if self.settings.dry_run or not self.settings.heal or self.server.kind == "server":
-            return Probed(model, CRITICAL, "cpu", f"{judged.why}; {can}" if self.settings.heal else judged.why, timing, baseline)
-        held = self._await_calm(model)
-        if held:
-            return Probed(model, CRITICAL, "cpu", f"{judged.why}; not unloaded: {held}", timing, baseline)
+        bad = Probed(model, CRITICAL, "cpu" if judged.value == "bad" else "error", judged.why, timing, baseline)
+        reason = self._not_healed(model)
+        if not reason:
+            held, waited = self._await_calm(model, healing=True)
+            if waited and not held:  # somebody else's work may have made it slow
+                timing, judged, baseline = self._measure(model)
+                if judged.value not in ("bad", "error"):
+                    return self._probed(model, judged, timing, baseline)
+                bad.timing, bad.why = timing, judged.why
+            reason = f"not unloaded: {held}" if held else ""
+        if reason:
+            bad.why += f"; {reason}"
+            return bad
         self.progress(f"{model}: {judged.why}: unloading it")
         if not self.server.unload(model):
-            return Probed(model, CRITICAL, "cpu", f"{judged.why}; the server did not unload it", timing, baseline)
+            bad.why += "; the server did not unload it"
+            return bad
         self.clock.sleep(HEAL_PAUSE)
-        again = self._measure(model)
-        judged_again, baseline = self._judge(model, again)
+        again, judged_again, baseline = self._measure(model)
         if judged_again.value == "ok":
             healed = self._probed(model, judged_again, again, baseline)
             healed.level, healed.verdict, healed.before = WARNING, "healed", timing
             healed.why = f"{judged_again.why} after an unload, {judged.why} before"
             return healed
-        return Probed(model, CRITICAL, "cpu", f"{judged_again.why} also after an unload", again, baseline, timing)
+        self.models[model] = {**self._known(model), "unloaded": timestamp(self.clock.now())}
+        return replace(bad, why=f"{judged_again.why} also after an unload", timing=again, before=timing)
+
+    def _not_healed(self, model: str) -> str:
+        """Why a bad one is not unloaded; "" when it may be."""
+        if not self.settings.heal or self.settings.dry_run:
+            return "not unloaded, as asked"
+        if self.server.kind == "server":
+            return "this kind of server unloads nothing"
+        since = self._known(model).get("unloaded")
+        if 0 <= self.clock.now() - parse_timestamp(since) < HEAL_AGAIN and not self.settings.force:
+            return f"an unload at {since} did not help, so it is left as it is (--force tries again)"
+        return ""
 
     def _probed(self, model: str, judged: Judged, timing: Timing, baseline: float | None) -> Probed:
         """What is not bad; a healthy rate joins the model's baseline."""
-        levels = {"ok": OK, "slow": WARNING, "unknown": UNKNOWN}
-        words = {"ok": "gpu", "slow": "slow", "unknown": "unknown"}
+        levels = {"ok": OK, "slow": WARNING}
+        words = {"ok": "gpu", "slow": "slow"}
         if judged.value == "ok" and timing.speed is not None and timing.whole and not self.settings.dry_run:
             rates = [*self._rates(model, timing.drafted), round(timing.speed, 2)][-BASELINE_OF:]
-            self.models[model] = {**self._known(model), "drafted" if timing.drafted else "plain": rates}
-        return Probed(model, levels[judged.value], words[judged.value], judged.why, timing, baseline)
+            known = {key: value for key, value in self._known(model).items() if key != "unloaded"}
+            self.models[model] = {**known, "drafted" if timing.drafted else "plain": rates}
+        value = judged.value
+        return Probed(model, levels.get(value, UNKNOWN), words.get(value, "unknown"), judged.why, timing, baseline)
 
     def _known(self, model: str) -> dict[str, Any]:
-        known = self.models.get(model)
-        return known if isinstance(known, dict) else {}
+        return _dict_of(self.models, model)
 
     def _rates(self, model: str, drafted: bool) -> list[float]:
         """Like with like: a model that drafts is faster than itself."""
         rates = self._known(model).get("drafted" if drafted else "plain")
-        return [rate for rate in rates if isinstance(rate, (int, float)) and rate > 0] if isinstance(rates, list) else []
+        return [float(rate) for rate in rates if _figure(rate)] if isinstance(rates, list) else []
 
-    def _judge(self, model: str, timing: Timing) -> tuple[Judged, float | None]:
+    def _measure(self, model: str) -> tuple[Timing, Judged, float | None]:
+        """(how it went, its verdict, the baseline that it was held against)."""
+        baseline = max(filter(None, (baseline_of(self._rates(model, drafted)) for drafted in (False, True))), default=None)
+        slowest = PROBE_TOKENS / (TOO_SLOW * baseline) if baseline else 0.0
+        timing = self._ask(model, max(3 * (self.settings.max_wall or MAX_WALL), 1.5 * slowest))
         baseline = baseline_of(self._rates(model, timing.drafted))
         entry = next((entry for entry in self.server.loaded() if entry.model == model), None)
         judged = judge(timing, baseline, self.settings.max_wall, entry)
-        if judged.value == "ok" and self.server.kind == "llmguard":
-            status = self.server.get("/status") or {}
-            where = (status.get("models") or {}).get(model) or {}
-            said = ((status.get("hosts") or {}).get(where.get("host")) or {}).get("verdict") or {}
-            if said.get("value") == "cpu":
-                return Judged("slow", f"{judged.why}, but its host says cpu: {'; '.join(said.get('evidence') or ())}"), baseline
-        return judged, baseline
+        said, why = self._where(model, entry) if judged.value == "ok" else ("", "")
+        if said == "cpu":
+            return timing, Judged("bad", f"{judged.why}, but its weights are in the box's memory ({why})"), baseline
+        return timing, judged, baseline
 
-    def _measure(self, model: str) -> Timing:
+    def _where(self, model: str, entry: Loaded | None) -> tuple[str, str]:
+        """The verdict by the server's processes, from llmguard's own or, where the server is this box's, from a look at them:
+        else a small model on the CPU would pass as healthy, and become the baseline."""
+        if self.server.kind == "llmguard":
+            status = self.server.get("/status") or {}
+            host = _dict_of(_dict_of(status, "hosts"), str(_dict_of(_dict_of(status, "models"), model).get("host")))
+            found = _dict_of(host, "verdict")
+            return str(found.get("value")), "; ".join(map(str, found.get("evidence") or ()))
+        if entry is None or not is_loopback(self.server.address.host):
+            return "", ""
+        processes, _ = server_processes(entry, self.box, self.tool)
+        if not processes:
+            return "", ""
+        _, found_here = judge_processes(entry, processes, self.box, self.tool, self.server.api.key)
+        return found_here.value, "; ".join(found_here.evidence)
+
+    def _ask(self, model: str, seconds: float) -> Timing:
         """Once more where a request that came right after an unload got the old server's last word."""
-        longest = 3 * (self.settings.max_wall or MAX_WALL)
-        show = lambda timing: self.progress(f"{model}: {timing.tokens} tokens, {age(timing.wall)}")
+
+        def show(timing: Timing) -> None:
+            self.progress(f"{model}: {timing.tokens} tokens, {age(timing.wall)}")
+
         self.progress(f"{model}: asked for {PROBE_TOKENS} tokens")
-        for attempt in (1, 2):
-            timing = measure(self.server.address, self.server.api.key, model, longest, show)
-            stale = timing.status == 502 or (timing.status == 500 and "abort" in timing.error.lower())
-            if not stale or attempt == 2:
-                break
+        timing = measure(self.server.address, self.server.api.key, model, seconds, show)
+        if timing.status == 502 or (timing.status == 500 and "abort" in timing.error.lower()):
             self.clock.sleep(1.0)
+            timing = measure(self.server.address, self.server.api.key, model, seconds, show)
         return timing
 
-    def _await_calm(self, model: str) -> str:
-        """Wait until a request for a model disturbs nobody -> "" or why it would: what is in use is neither timed nor evicted."""
-        until = self.clock.monotonic() + self.settings.wait
+    def _await_calm(self, model: str, healing: bool = False) -> tuple[str, bool]:
+        """Wait until a request for a model, or its unload, disturbs nobody -> ("" or why it would, was it waited for). What is
+        in use is neither timed nor evicted; nor is what may be, without --force. (Ollama, which does not tell, lets what runs
+        end before it unloads.)"""
+        until, waited = self.clock.monotonic() + self.settings.wait, False
         while True:
             loaded = self.server.loaded()
             own = [entry for entry in loaded if entry.model == model]
             uses = {entry.model: self.server.in_use(entry) for entry in (own or loaded) if entry.state == "ready"}
             busy = next((name for name, used in uses.items() if used), "")
-            unknown = next((name for name, used in uses.items() if used is None and not own), "")
+            unsure = next((name for name, used in uses.items() if used is None and (healing or not own)), "")
             if not busy:
-                if unknown and self.server.kind != "Ollama" and not self.settings.force:
-                    return f"it can't be told whether {unknown}, which it may evict, is in use (--force probes all the same)"
-                return ""
+                if unsure and self.server.kind != "Ollama" and not self.settings.force:
+                    return f"it can't be told whether {unsure} is in use (--force does it all the same)", waited
+                return "", waited
             if self.clock.monotonic() >= until:
-                return f"{busy} is in use" + (f", for {age(self.settings.wait)} now" if self.settings.wait else "")
+                return f"{busy} is in use" + (f", for {age(self.settings.wait)} now" if self.settings.wait else ""), waited
             self.progress(f"{model}: waiting, {busy} is in use")
+            waited = True
             self.clock.sleep(ASK_AGAIN)
 
 
@@ -7678,9 +8074,9 @@ def probe_report(server: ModelServer, results: list[Probed]) -> Report:
     return report
 
 
-def changed_since(files: Iterable[str], server: ModelServer, box: Box) -> dict[str, Any]:
-    """What `--if-changed` compares: the files' contents, and when the server was started (of another machine's, only llmguard
-    tells). UsageError for a file that can't be read."""
+def signs_of(files: Iterable[str], server: ModelServer, box: Box, tool: Run) -> dict[str, Any]:
+    """What `--if-changed` compares: the files' contents, when the front was started (another machine's only llmguard tells), and
+    which processes serve the models that are loaded, where they can be seen. UsageError for a file that can't be read."""
     import hashlib
 
     signs: dict[str, Any] = {}
@@ -7690,12 +8086,23 @@ def changed_since(files: Iterable[str], server: ModelServer, box: Box) -> dict[s
                 signs[os.path.abspath(path)] = hashlib.sha256(file.read()).hexdigest()
         except OSError as error:
             raise UsageError(f"--if-changed {path}: {error.strerror}") from None
-    local = box.listening(server.address.port) if is_loopback(server.address.host) else []
+    here = is_loopback(server.address.host)
+    local = box.listening(server.address.port) if here else []
     if local:
         signs["started"] = sorted(f"{process.pid}:{process.start}" for process in local)
     elif server.kind == "llmguard":
         signs["started"] = (server.get("/status") or {}).get("started")
+    servers = {entry.model: server_processes(entry, box, tool)[0] for entry in server.loaded()} if here else {}
+    signs["servers"] = {model: f"{found[0].pid}:{found[0].start}" for model, found in servers.items() if found}
     return signs
+
+
+def same_signs(now: dict[str, Any], before: dict[str, Any], models: Iterable[str]) -> bool:
+    """Did nothing change? A model that is not loaded now is no change, or a probe every minute would keep all loaded."""
+    if {**now, "servers": 0} != {**before, "servers": 0}:
+        return False
+    servers, known = now["servers"], _dict_of(before, "servers")
+    return all(servers[model] == known.get(model) for model in models if model in servers)
 
 
 # ======================================================================================================================
@@ -7712,6 +8119,7 @@ DRAIN_PATIENCE = 30.0  # seconds that a pass waits for that
 STANDS_STILL = 12  # looks one second apart: what nobody explains then is no dead server's any more
 RELOAD_WITHIN = 120.0  # seconds between a change of the configuration and the reload that it causes
 RESPAWN_TRIES = 3
+RESPAWN_WITHIN = 300.0  # seconds after a reload: later nobody wants it any more
 RESPAWN_SECONDS = 60.0
 
 
@@ -7732,8 +8140,8 @@ class Seen:
     """A server as one pass finds it."""
 
     entry: Loaded
-    processes: list[Process] = field(default_factory=list)
-    trouble: str = ""  # why its processes can't be told
+    processes: list[Process]
+    trouble: str  # why they can't be told
 
     @property
     def id(self) -> str:
@@ -7780,7 +8188,7 @@ class Watch:
                 part.clear()  # pids mean nothing any more, and nothing drains
             self.known.update(boot=self.box.boot(), servers=self.servers, heals=self.heals, lost=self.lost)
         seen = [self._find(entry) for entry in entries]
-        self._reloaded({one.entry.model for one in seen})
+        self._reloaded(bool(seen))
         for one in seen:
             self._look(one)
         for model in [model for model in self.servers if model not in {entry.model for entry in entries}]:
@@ -7800,87 +8208,74 @@ class Watch:
     # ----- whose processes they are
 
     def _find(self, entry: Loaded) -> Seen:
-        """By the port that it listens on: a name pattern sees the wrong process, or none."""
-        if entry.address is None:
-            return Seen(entry, trouble="its server does not tell a port")
-        if not is_loopback(entry.address.host):
-            return Seen(entry, trouble=f"it runs on another machine ({entry.address.host}): watch it there")
-        port = entry.address.port
-        at_port = self.box.listening(port, self._pid(self.servers.get(entry.model, {}).get("id")))
-        fronts = [process for process in at_port if process.comm in PORT_FRONTS]
-        if fronts or (not at_port and self.box.listeners(port)):
-            for tool in ("docker", "podman"):
-                inside = [] if at_port and not fronts else container_processes(self.box, self.tool, tool, port)
-                if inside:
-                    return Seen(entry, sorted(inside, key=lambda process: process.start))
-            if fronts:
-                front = fronts[0].comm
-                return Seen(entry, trouble=f"port {port} is served by {front}, for a container that can't be looked into")
-            return Seen(entry, trouble=f"port {port} is served by a process that this user may not look into")
-        return Seen(entry, at_port)
+        guess = self._pid(_dict_of(self.servers, entry.model).get("id"))
+        return Seen(entry, *server_processes(entry, self.box, self.tool, guess))
 
     @staticmethod
     def _pid(name: Any) -> int:
         pid = str(name).partition(":")[0]
-        return int(pid) if pid.isdigit() else 0
+        return int(pid) if pid.isdecimal() and len(pid) < 10 else 0
 
     # ----- fresh spawns
 
     def _look(self, one: Seen) -> None:
         model, state = one.entry.model, one.entry.state
+        known = _dict_of(self.servers, model)
         if one.trouble:
-            self._say(UNKNOWN, f"{model}: {one.trouble}")
+            address = one.entry.address
+            if self.server.kind == "llmguard" and address is not None and not is_loopback(address.host):
+                self._say(OK, f"{model}: {one.trouble}, where its agent judges it")
+            else:
+                self._say(UNKNOWN, f"{model}: {one.trouble}")
             return
         if not one.processes:
-            if state == "ready":
-                self._say(OK, f"{model}: gone")
+            if state == "ready":  # it ended a moment ago; or it is there, and not to be seen
+                self.servers[model] = {"missing": True}
+                missing = bool(known.get("missing"))
+                self._say(UNKNOWN if missing else OK, f"{model}: " + ("nobody is seen on its port" if missing else "gone"))
             return
-        known = self.servers.get(model)
-        if not known or known.get("id") != one.id:
-            known = self.servers[model] = {"id": one.id, "looks": [], "ttl": one.entry.ttl}
+        if known.get("id") != one.id:
+            known = {"id": one.id, "looks": [], "ttl": one.entry.ttl}
+        self.servers[model] = known
         process = one.processes[0]
-        named = f"{process.comm} pid {process.pid}"
-        seconds = self.box.age(process)
+        named, seconds = f"{process.comm} pid {process.pid}", self.box.age(process)
         if state != "ready":
             self._say(OK, f"{model}: {state} ({named})")
             return
-        due = [at for at in LOOK_AT if seconds >= at and at not in known["looks"]]
-        if due:
-            found = self._judge(one)
-            if not self.box.same(process.pid, process.start):
-                self._say(OK, f"{model}: gone")  # between two reads: what was read of it says nothing
-                return
-            known["looks"] += due
-            known.update(verdict=found.value, because=found.because, evidence=list(found.evidence))
+        looks = known["looks"] if isinstance(known.get("looks"), list) else []
+        due = [at for at in LOOK_AT if seconds >= at and at not in looks]
+        if (due or known.get("verdict") == "cpu") and not self._judge(one, known, [*looks, *due]):
+            return
         if "verdict" not in known:
             self._say(OK, f"{model}: {named} is too young to be judged ({age(seconds)})")
         elif known["verdict"] == "cpu":
             self._fallen(one, known, named)
         else:
-            if due:
+            if known["verdict"] == "gpu" or LOOK_AT[-1] in due:
                 self.heals.pop(model, None)
-            told = known["evidence"][-1] if known["evidence"] else ""
+            told = (known.get("evidence") or [""])[-1]
             level = WARNING if known.get("because") == "unreadable" else OK
             self._say(level, f"{model}: {known['verdict']} ({named}, {age(seconds)} old: {told})")
 
-    def _judge(self, one: Seen) -> Verdict:
-        reading = read_gpus(self.box, self.tool)
-        limits = self.settings.max_rss
-        more = {"max_rss": limits.get(one.entry.model, limits.get(""))}
-        facts = evidence_of(self.box, reading, self.box.family({process.pid for process in one.processes}), **more)
-        if facts.model is None and one.entry.address is not None:
-            said = EngineApi(one.entry.address, self.server.api.key).models() or []
-            sizes = [(entry.get("meta") or {}).get("size") for entry in said]
-            facts = replace(facts, model=next((count for count in sizes if isinstance(count, int)), None))
-        memory = facts.memory or Memory(0, 0, 0, 0)
-        labels = {"model": one.entry.model}
-        for name, value in (("rss_bytes", memory.rss), ("gpu_bytes", facts.gpu)):
-            self.report.perfdata += perfdatum(f"{one.entry.model} {name[:-6]}", value, "B")
-            self.report.metrics += [(name, labels, float(value))] if value is not None else []
-        return verdict(facts)
+    def _judge(self, one: Seen, known: dict[str, Any], looks: list[float]) -> bool:
+        """Take its verdict; False when it ended between two reads: then what was read of it says nothing. One that was "cpu" when
+        it was fresh is judged again at each pass; it stays so where the box's memory no longer tells."""
+        limits, model, process = self.settings.max_rss, one.entry.model, one.processes[0]
+        limit = limits.get(model, limits.get(""))
+        facts, found = judge_processes(one.entry, one.processes, self.box, self.tool, self.server.api.key, limit)
+        if not self.box.same(process.pid, process.start):
+            self._say(OK, f"{model}: gone")
+            return False
+        known["looks"] = looks
+        if known.get("verdict") != "cpu" or found.because != "old":
+            known.update(verdict=found.value, because=found.because, evidence=list(found.evidence))
+        for name, value in (("rss", facts.memory.rss if facts.memory else None), ("gpu", facts.gpu)):
+            self.report.perfdata += perfdatum(f"{model} {name}", value, "B")
+            self.report.metrics += [(name + "_bytes", {"model": model}, float(value))] if value is not None else []
+        return True
 
     def _fallen(self, one: Seen, known: dict[str, Any], named: str) -> None:
-        """It serves from the CPU: have it unloaded, once, and not while somebody uses it."""
+        """It serves from the CPU: have it unloaded, once, while it is fresh, and not while somebody uses it."""
         model, why = one.entry.model, "; ".join(known["evidence"])
         text = f"{model}: cpu ({named}: {why})"
         if self.heals.get(model):
@@ -7889,12 +8284,13 @@ class Watch:
             self._say(CRITICAL, f"{text}: would be unloaded (--dry-run)")
         elif not self.settings.force and self._in_use(one):
             self._say(CRITICAL, f"{text}: in use, so it is unloaded at a later pass (--force does it at once)")
-        elif not self.server.unload(model):
-            self._say(CRITICAL, f"{text}: the server did not unload it")
         else:
             self.heals[model] = 1
-            self.servers.pop(model, None)
-            self._say(WARNING, f"{text}: unloaded (what ran on it was cut), the next request spawns it anew")
+            if self.server.unload(model):
+                self.servers.pop(model, None)
+                self._say(WARNING, f"{text}: unloaded (what ran on it was cut), the next request spawns it anew")
+            else:
+                self._say(CRITICAL, f"{text}: the server did not unload it")
 
     def _in_use(self, one: Seen) -> bool:
         if one.entry.address is None:
@@ -7926,10 +8322,10 @@ class Watch:
         content = self.box.read(path.lstrip("/")) if path else None
         return hashlib.sha256(content.encode()).hexdigest() if content is not None else None
 
-    def _reloaded(self, running: set[str]) -> None:
-        """Was the configuration reloaded since the last pass? Then all servers are gone at once; one alone may just have been
-        idle for long enough, or unloaded by hand, but for a changed file or a new front (or, where the file can't be seen, a
-        server that never goes by itself)."""
+    def _reloaded(self, running: bool) -> None:
+        """Was llama-swap's configuration reloaded since the last pass? Then its servers are all gone, none is there yet, and the
+        file has changed, or the front is a new process. Where the file can't be seen: two or more are gone at once that never
+        go by themselves. A proxy of llmguard's stops its engines for reasons of its own."""
         front = self._front()
         now, front_id = self.clock.now(), f"{front.pid}:{front.start}" if front else None
         found, before = self._config_hash(front), self.known.get("config")
@@ -7938,18 +8334,20 @@ class Watch:
         fresh = 0 <= now - parse_timestamp(self.known.get("changed")) <= RELOAD_WITHIN
         new_front = front_id is not None and self.known.get("front") not in (None, front_id)
         self.known.update(front=front_id or self.known.get("front"), config=found or before)
-        if not self.servers or any(self._alive(str(known.get("id"))) for known in self.servers.values()):
+        gone = {model: known for model, known in self.servers.items() if isinstance(known, dict) and known.get("id")}
+        if self.lost and (running or not 0 <= now - parse_timestamp(self.known.get("reloaded")) <= RESPAWN_WITHIN):
+            self.lost.clear()  # a client was first, or it is too late
+        if not gone or running or any(self._alive(str(known["id"])) for known in gone.values()):
             return
-        never_alone = found is None and any((known.get("ttl") or 0) <= 0 for known in self.servers.values())
-        if fresh or new_front or len(self.servers) > 1 or never_alone:
-            self.known["changed"] = None
-            lost = sorted(set(self.servers) - running)
-            self.lost.update(dict.fromkeys(lost, 0))
-            self._say(OK, "a reload stopped all servers" + (f": {', '.join(lost)} to be loaded again" if lost else ""))
+        unseen = found is None and len(gone) > 1 and all((_figure(known.get("ttl")) or 0.0) <= 0 for known in gone.values())
+        if self.server.kind == "llama-swap" and (fresh or new_front or unseen):
+            self.known.update(changed=None, reloaded=timestamp(now))
+            self.lost.update(dict.fromkeys(gone, 0))
+            self._say(OK, f"a reload stopped all servers: {', '.join(sorted(gone))} to be loaded again")
 
     def _alive(self, name: str) -> bool:
         start = name.partition(":")[2]
-        return start.isdigit() and self.box.same(self._pid(name), int(start)) is not None
+        return start.isdecimal() and self.box.same(self._pid(name), int(start)) is not None
 
     def _respawn(self) -> None:
         """Load what a reload stopped, once what it held is given back."""
@@ -7960,11 +8358,14 @@ class Watch:
         if held:
             self._say(WARNING, f"{', '.join(sorted(self.lost))}: not loaded again yet: {held}")
             return
+        ours: set[str] = set()
         for model in sorted(self.lost):
-            if any(entry.model == model for entry in self.server.loaded()):
-                del self.lost[model]
-                self._say(OK, f"{model}: loaded again by a client")
-                continue
+            others = {entry.model for entry in self.server.loaded()} - ours
+            if others:  # to load ours now might evict what a client uses
+                self._say(OK, f"{', '.join(sorted(others))}: loaded by a client, so nothing more is loaded again")
+                self.lost.clear()
+                return
+            ours.add(model)
             tries = self.lost[model] + 1 if isinstance(self.lost[model], int) else 1
             problem = self.server.load(model, RESPAWN_SECONDS)
             if not problem:
@@ -8060,25 +8461,60 @@ def serve(options: Any) -> int:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # before anybody can see that it listens
             signal.signal(number, lambda number, _: None)
         try:
-            proxy = Proxy(config, folder, OWN)
+            proxy = Proxy(config, folder, OWN, listener=given_listener())
         except OSError as error:
             where = Address(*config.proxy.listen).authority
             raise ConfigError(f"proxy.listen: {where} cannot be listened on: {error.strerror}") from None
         for warning in config.warnings:
-            log("warning: " + warning)
+            log("warning: " + warning, WARN)
         poll = 3600.0 if sys.platform == "linux" else 0.5  # on Linux a listener that is shut down wakes its poll
         threading.Thread(target=proxy.serve_forever, args=(poll,), daemon=True).start()
         log(f"llmguard {__version__} listens on http://{Address(*proxy.socket.getsockname()[:2]).authority}")
-        while True:
-            if signals.recv(1)[0] != signal.SIGHUP:
-                break
+        notify(f"READY=1\nSTATUS={len(proxy.hosts)} hosts")
+        while _await_signal(signals, proxy) == signal.SIGHUP:
             _reload(proxy, options)
+        notify("STOPPING=1\nSTATUS=waiting for what runs")
         log("stopping: no new connections, waiting for what runs (a second signal ends it at once)")
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: os._exit(128 + number))
         if not proxy.drain():
-            log(f"not everything ended within {age(proxy.config.proxy.drain_timeout)}: cut")
+            log(f"not everything ended within {age(proxy.config.proxy.drain_timeout)}: cut", WARN)
     return 0
+
+
+def notify(text: str) -> None:
+    """Tell systemd how the service does: sd_notify(3), a datagram to $NOTIFY_SOCKET ("@" stands for NUL)."""
+    where = os.environ.get("NOTIFY_SOCKET")
+    if where:
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+                sock.sendto(text.encode(), "\0" + where[1:] if where[0] == "@" else where)
+        except OSError as error:
+            log(f"systemd cannot be told how this does: {error.strerror}", WARN)
+
+
+def given_listener() -> socket.socket | None:
+    """The socket that systemd listens on for us (sd_listen_fds(3), the first one); it stays open while we are restarted."""
+    if os.environ.get("LISTEN_PID") != str(os.getpid()) or os.environ.get("LISTEN_FDS", "0") == "0":
+        return None
+    listener = socket.socket(fileno=3)
+    listener.set_inheritable(False)
+    listener.setblocking(True)
+    return listener
+
+
+def _await_signal(signals: socket.socket, proxy: Proxy) -> int:
+    """The next signal. Meanwhile systemd's watchdog, where it has one, hears that we live as long as each host's thread does."""
+    pause = int(os.environ.get("WATCHDOG_USEC") or 0) / 2e6
+    if not pause or os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
+        return signals.recv(1)[0]
+    poller = select.poll()
+    poller.register(signals, select.POLLIN)
+    while not poller.poll(pause * 1000):
+        if proxy.lives():
+            running = len(proxy.counters.running)
+            notify(f"WATCHDOG=1\nSTATUS={len(proxy.hosts)} hosts, {running} requests in flight")
+    return signals.recv(1)[0]
 
 
 def _listen_option(text: str) -> tuple[str, int]:
@@ -8095,7 +8531,7 @@ def _reload(proxy: Proxy, options: Any) -> None:
     try:
         config = the_config(options)
     except ConfigError as error:
-        log(f"the configuration is not reloaded, the old one stays: {error}")
+        log(f"the configuration is not reloaded, the old one stays: {error}", WARN)
         return
     if options.listen:
         config = replace(config, proxy=replace(config.proxy, listen=proxy.config.proxy.listen))
@@ -8356,111 +8792,144 @@ def engine_stop_command(options: Any) -> int:
 # ----- probe and watch
 
 
-def _guarded(options: Any, what: str) -> tuple[ModelServer, StateFile, dict[str, Any], dict[str, Any]]:
-    """The server that is asked, the guard's state file, its content, and the part of it that is about this server."""
-    client = ProxyClient(options)
-    file = StateFile(state_folder(options.state_dir), what + ".json")
-    content = file.load()
-    servers = content.get("servers")
-    content["servers"] = servers = servers if isinstance(servers, dict) else {}
-    url = f"http://{client.address.authority}{client.address.base}"
-    known = servers.get(url)
-    servers[url] = known = known if isinstance(known, dict) else {}
-    server = ModelServer(client.address, client.key, kind=str(known.get("kind") or ""))
-    return server, file, content, known
+class GuardState:
+    """What a guard remembers of one server: its part of probe.json or watch.json, {"version": 1, "servers": {URL: …}}. Two runs
+    for one server never overlap."""
+
+    def __init__(self, folder: str, what: str, address: Address) -> None:
+        import hashlib
+
+        self.url = f"http://{address.authority}{address.base}"
+        self._file = StateFile(folder, what + ".json")
+        self._file_lock = os.path.join(folder, what + ".json.lock")
+        self.lock = Lock(os.path.join(folder, f"{what}-{hashlib.sha256(self.url.encode()).hexdigest()[:8]}.lock"), what)
+
+    def load(self) -> dict[str, Any]:
+        return dict(_dict_of(_dict_of(self._file.load(), "servers"), self.url))
+
+    def save(self, known: dict[str, Any]) -> None:
+        """Ours alone: another run may have written another server's meanwhile."""
+        lock = Lock(self._file_lock, self._file.path)
+        lock.acquire(10.0)
+        with lock:
+            content = self._file.load()
+            self._file.save({**content, "servers": {**_dict_of(content, "servers"), self.url: known}})
 
 
-def _failed(error: GuardError) -> Report:
-    """A server that does not answer is critical; what a guard can't find out for another reason is unknown."""
-    return Report(CRITICAL if isinstance(error, HostDown) else UNKNOWN, str(error))
+def _guard(options: Any, what: str, wait: float, act: Callable[[ModelServer, GuardState, Tell], int]) -> int:
+    """Run a guard, alone for its server. Whatever goes wrong is a report: an exit code of 1 means "healed"."""
+    tell = Tell(options, what)
+    try:
+        client = ProxyClient(options)
+        state = GuardState(state_folder(options.state_dir), what, client.address)
+        try:
+            state.lock.acquire(wait)
+        except AlreadyHeld as held:
+            tell(Report(OK, f"another {what} runs: {held.fields['holder']}"), None)
+            return OK
+        with state.lock:
+            return act(ModelServer(client.address, client.key), state, tell)
+    except Exception as error:
+        report = _failed(error)
+        tell(report, None)
+        return report.level
+
+
+def _failed(error: Exception) -> Report:
+    """A server that does not answer is critical; what can't be found out for another reason is unknown."""
+    if isinstance(error, GuardError):
+        return Report(CRITICAL if isinstance(error, HostDown) else UNKNOWN, str(error))
+    if isinstance(error, OSError):
+        return Report(UNKNOWN, f"{error.filename or 'this box'}: {error.strerror}")
+    import traceback
+
+    log(f"internal error: {traceback.format_exc()}", ERROR)
+    return Report(UNKNOWN, f"internal error, please report it: {error!r}")
 
 
 def probe_command(options: Any) -> int:
     """Time a request to each model, heal what fell back."""
-    server, file, content, known = _guarded(options, "probe")
-    tell = Tell(options, "probe")
-    before = known.get("level")
-    lock = Lock(os.path.join(os.path.dirname(file.path), "probe.lock"), "probe")
+    return _guard(options, "probe", options.wait, lambda server, state, tell: _probe(options, server, state, tell))
+
+
+def _probe(options: Any, server: ModelServer, state: GuardState, tell: Tell) -> int:
+    known = state.load()
+    before = known.get("told")
     try:
-        lock.acquire(options.wait)
-    except AlreadyHeld as held:
-        print(f"OK - another probe runs: {held.fields['holder']}")
-        return OK
-    with lock:
-        try:
-            report = _probe(options, server, known)
-        except GuardError as error:
-            report = _failed(error)
-        if sys.stderr.isatty():
-            sys.stderr.write("\r\x1b[K")
-        if not options.dry_run:
-            known["level"] = report.level
-            file.save(content)
-        tell(report, before)
+        report = _probe_models(options, server, known)
+    except Exception as error:
+        report = _failed(error)
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[K")
+    known["told"] = report.level
+    if not options.dry_run:
+        state.save(known)
+    tell(report, before)
     return report.level
 
 
-def _probe(options: Any, server: ModelServer, known: dict[str, Any]) -> Report:
-    settings = ProbeSettings(options.max_wall, options.wait, options.dry_run, options.force, not options.no_heal)
-    signs = changed_since(options.if_changed or (), server, Box())
-    signs["models"] = sorted(options.models)
-    if options.if_changed and known.get("signs") == signs:
-        since, left = known.get("checked"), parse_timestamp(known.get("checked")) + STILL_BAD - time.time()
-        if known.get("level") in (OK, WARNING):
+def _probe_models(options: Any, server: ModelServer, known: dict[str, Any]) -> Report:
+    box, runs = Box(), _dict_of(known, "runs")
+    names = options.models or [entry.model for entry in server.loaded() if entry.state == "ready"]
+    asked_for = json.dumps(sorted(options.models))
+    last, now = _dict_of(runs, asked_for), time.time()
+    signs = signs_of(options.if_changed or (), server, box, run_tool)
+    if options.if_changed and last and same_signs(signs, _dict_of(last, "signs"), names):
+        since, again = last.get("checked"), parse_timestamp(last.get("checked")) + STILL_BAD - now
+        if last.get("good"):
             return Report(OK, f"nothing changed since the last good probe at {since}")
-        if known.get("level") == CRITICAL and left > 0:
-            return Report(CRITICAL, f"at {since}, asked again in {age(left)}: {known.get('text')}")
+        if last.get("level") == CRITICAL and again > 0:
+            return Report(CRITICAL, f"at {since}, asked again in {age(again)}: {last.get('text')}")
 
     def progress(text: str) -> None:
         if sys.stderr.isatty():
             sys.stderr.write(f"\r{printable(text)}\x1b[K")
             sys.stderr.flush()
 
-    prober = Prober(server, settings, known, progress)
-    names = options.models or [entry.model for entry in server.loaded() if entry.state == "ready"]
+    settings = ProbeSettings(options.max_wall, options.wait, options.dry_run, options.force, not options.no_heal)
+    models = dict(_dict_of(known, "models"))
+    prober = Prober(server, settings, models, progress, box)
     results = [prober.probe(model) for model in names]
     report = probe_report(server, results)
-    if not options.dry_run:
-        known.update(signs=signs, checked=timestamp(time.time()), text=report.text)
+    if results and not options.dry_run:
+        signs = signs_of(options.if_changed or (), server, box, run_tool)  # the servers that were probed
+        good = all(result.verdict in ("gpu", "healed") for result in results)
+        run_now = {"signs": signs, "checked": timestamp(now), "level": report.level, "good": good, "text": report.text}
+        known.update(models=models, runs={**runs, asked_for: run_now})
     return report
 
 
 def watch_command(options: Any) -> int:
     """One pass, or passes for as long as it says -> the worst of their levels."""
-    server, file, content, known = _guarded(options, "watch")
-    tell = Tell(options, "watch")
-    lock = Lock(os.path.join(os.path.dirname(file.path), "watch.lock"), "watch")
-    try:
-        lock.acquire()
-    except AlreadyHeld as held:
-        print(f"OK - another watch runs: {held.fields['holder']}")
-        return OK
+    return _guard(options, "watch", 0.0, lambda server, state, tell: _watch(options, server, state, tell))
+
+
+def _watch(options: Any, server: ModelServer, state: GuardState, tell: Tell) -> int:
     limits, config = dict(options.max_rss or ()), options.llama_swap_config
     settings = WatchSettings(limits, options.vram_low, config, options.force, options.dry_run, not options.no_respawn)
+    known = state.load()
+    server = ModelServer(server.address, server.api.key, kind=str(known.get("kind") or ""))  # spares a question each minute
+    watch = Watch(server, settings, known)
     until = time.monotonic() + (NEVER if options.loop else options.seconds)
-    levels, said = [], ""
-    with lock:
-        watch = Watch(server, settings, known)
-        while True:
-            before = known.get("level")
-            try:
-                report = watch.one_pass()
-                known["kind"] = server.kind
-            except GuardError as error:
-                report = _failed(error)
-                known.pop("kind", None)
-            levels.append(report.level)
-            known["level"] = report.level
-            if not options.dry_run:
-                file.save(content)
-            words = re.sub(r"\d[\d.]*", "", report.text)  # an age grows from pass to pass, and that alone is no news
-            tell(report, before, news=words != said or report.level != before)
-            said = words
-            if time.monotonic() + options.every >= until:
-                return worst(levels)
-            if len(levels) > 1:
-                levels = [worst(levels)]
-            time.sleep(options.every)
+    level, said = OK, ""
+    while True:
+        before = known.get("level")
+        try:
+            report = watch.one_pass()
+            known["kind"] = server.kind
+        except Exception as error:
+            report = _failed(error)
+            known.pop("kind", None)
+        level = worst((level, report.level))
+        known["level"] = report.level
+        if not options.dry_run:
+            state.save(known)
+        words = re.sub(r"\d[\d.]*", "", report.text)  # an age grows from pass to pass, and that alone is no news
+        tell(report, before, news=words != said or report.level != before)
+        said = words
+        if time.monotonic() + options.every >= until:
+            return level
+        time.sleep(options.every)
 
 
 # ----- main

@@ -771,7 +771,7 @@ class World:
         self.look_at_ours()
         if self.mono < self.stop_failed_at + self.proxy.tick:
             self.fail("a stop that was not proven is tried again before the next tick")
-        if self.host._stop_error is not None or self.host._doing and self.host._doing[0] == "starting":
+        if self.host.stop_error is not None or self.host._doing and self.host._doing[0] == "starting":
             return
         if self.ours_seen < self.told_at:
             self.fail("a stop is sent to a host without an engine of ours")

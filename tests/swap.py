@@ -178,7 +178,7 @@ class Front:
 
     def reload(self) -> None:
         """A deploy: another configuration, and every server is stopped, changed or not."""
-        self.write_config("deployed")
+        self.write_config(f"deployed {os.urandom(4).hex()}")
         for name in list(self.children):
             self.kill(name)
 
@@ -211,7 +211,7 @@ class LlamaSwap(Front):
 
     def reload(self) -> None:
         before = {model: self.server(model) for model in self.running()}
-        self.write_config("deployed")
+        self.write_config(f"deployed {os.urandom(4).hex()}")
         if not self.watches:
             self.process.send_signal(signal.SIGHUP)
         eventually(lambda: not any(llmguard.Box().same(one.pid, one.start) for one in before.values()), "the reload")

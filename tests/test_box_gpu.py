@@ -614,7 +614,7 @@ def test_what_is_meant_asleep_or_partial_is_no_fallback(tmp_path):
         (guard.Evidence(status(tmp_path, "healthy"), 25, 0, 0, MODEL, asleep=True), "asleep"),
         (guard.Evidence(status(tmp_path, "healthy"), 25, 0, 0, MODEL), "no sign"),
         (guard.Evidence(memory, 25, 6 * GIB, None, MODEL), "partial"),
-        (guard.Evidence(memory, 25, None, None, MODEL, max_rss=40 * GIB), "no sign"),
+        (guard.Evidence(memory, 25, None, None, MODEL, max_rss=40 * GIB), "meant"),
     ):
         found = guard.verdict(facts)
         assert (found.value, found.because) == ("unknown", because)

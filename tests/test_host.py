@@ -223,7 +223,7 @@ class Bench:
 def lines(monkeypatch) -> list[str]:
     """What is logged."""
     logged: list[str] = []
-    monkeypatch.setattr(llmguard, "log", logged.append)
+    monkeypatch.setattr(llmguard, "log", lambda text, priority=llmguard.INFO: logged.append(text))
     return logged
 
 
@@ -1540,7 +1540,7 @@ SEEDS = 150
 @pytest.mark.parametrize("trouble", [False, True], ids=["calm", "trouble"])
 def test_in_any_order_of_events_nobody_is_sent_to_an_engine_that_does_not_run_or_cut_off_and_all_settles(trouble, monkeypatch):
     logged: list[str] = []
-    monkeypatch.setattr(llmguard, "log", logged.append)
+    monkeypatch.setattr(llmguard, "log", lambda text, priority=llmguard.INFO: logged.append(text))
     for seed in range(SEEDS):
         logged.clear()
         schedule = Schedule(seed, trouble)

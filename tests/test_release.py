@@ -258,7 +258,7 @@ class Lane:
 def lines(monkeypatch) -> list[str]:
     """What is logged."""
     logged: list[str] = []
-    monkeypatch.setattr(llmguard, "log", logged.append)
+    monkeypatch.setattr(llmguard, "log", lambda text, priority=llmguard.INFO: logged.append(text))
     monkeypatch.setenv("HOME", "/home/me")
     return logged
 
@@ -318,7 +318,7 @@ class Evening:
         self.clock = HandClock(self.at("16:33:53"))
         self.site = site = Site(tmp_path, self.clock)
         self.journal: list[tuple[str, str]] = []
-        patch.setattr(llmguard, "log", lambda text: self.journal.append((self.time(), text)))
+        patch.setattr(llmguard, "log", lambda text, priority=llmguard.INFO: self.journal.append((self.time(), text)))
         patch.setattr(Host, "run", lambda host: None)
         patch.setattr(Host, "follow", lambda host: None)
         patch.setattr(llmguard, "Remote", lambda host, folder: site)

@@ -31,7 +31,7 @@ CONTENT = st.dictionaries(st.text(max_size=8).filter(lambda key: key != "version
 def lines(monkeypatch) -> list[str]:
     """What is logged."""
     logged: list[str] = []
-    monkeypatch.setattr(llmguard, "log", logged.append)
+    monkeypatch.setattr(llmguard, "log", lambda text, priority=llmguard.INFO: logged.append(text))
     return logged
 
 

@@ -25,20 +25,21 @@ HZ = os.sysconf("SC_CLK_TCK")
 @pytest.mark.parametrize(
     ("argv", "environment", "expected"),
     [
-        ("llama-server -m /m/a.gguf -ngl 99", {}, Told("/m/a.gguf")),
+        ("llama-server -m /m/a.gguf -ngl 99", {}, Told("/m/a.gguf", layers=99)),
         ("llama-server --model /m/a.gguf --gpu-layers all", {}, Told("/m/a.gguf")),
-        ("llama-server -m a.gguf -ngl 0", {}, Told("a.gguf", "-ngl 0")),
-        ("llama-server -m a.gguf --n-gpu-layers 20", {}, Told("a.gguf", "--n-gpu-layers 20")),
+        ("llama-server -m a.gguf -ngl 0", {}, Told("a.gguf", "-ngl 0", layers=0)),
+        ("llama-server -m a.gguf --n-gpu-layers 20", {}, Told("a.gguf", "", "--n-gpu-layers 20", 20)),
         ("llama-server -m a.gguf -ngl auto -dev none", {}, Told("a.gguf", "-dev none")),
-        ("llama-server -m a.gguf --n-cpu-moe 12", {}, Told("a.gguf", "--n-cpu-moe 12")),
+        ("llama-server -m a.gguf --n-cpu-moe 12", {}, Told("a.gguf", "", "--n-cpu-moe 12")),
         ("llama-server -m a.gguf --n-cpu-moe 0", {}, Told("a.gguf")),
-        ("llama-server -cmoe -m a.gguf", {}, Told("a.gguf", "-cmoe")),
-        ("llama-server -ot exps=CPU -m a.gguf", {}, Told("a.gguf", "-ot exps=CPU")),
+        ("llama-server -cmoe -m a.gguf", {}, Told("a.gguf", "", "-cmoe")),
+        ("llama-server -ot exps=CPU -m a.gguf", {}, Told("a.gguf", "", "-ot exps=CPU")),
         ("llama-server -ot exps=CUDA1 -m a.gguf", {}, Told("a.gguf")),
-        ("llama-server -m a.gguf -nkvo", {}, Told("a.gguf", "-nkvo")),
-        ("llama-server", {"LLAMA_ARG_MODEL": "/m/b.gguf", "LLAMA_ARG_N_GPU_LAYERS": "0"}, Told("/m/b.gguf", "LLAMA_ARG_N_GPU_LAYERS=0")),
-        ("llama-server -ngl 99", {"LLAMA_ARG_N_GPU_LAYERS": "0"}, Told()),  # the command line wins
-        ("llama-server", {"LLAMA_ARG_KV_OFFLOAD": "0"}, Told("", "LLAMA_ARG_KV_OFFLOAD=0")),
+        ("llama-server -ot a=CPU -ot b=CUDA1 -m a.gguf", {}, Told("a.gguf", "", "-ot a=CPU")),
+        ("llama-server -m a.gguf -nkvo", {}, Told("a.gguf", "", "-nkvo")),
+        ("llama-server", {"LLAMA_ARG_MODEL": "/m/b.gguf", "LLAMA_ARG_N_GPU_LAYERS": "0"}, Told("/m/b.gguf", "LLAMA_ARG_N_GPU_LAYERS=0", layers=0)),
+        ("llama-server -ngl 99", {"LLAMA_ARG_N_GPU_LAYERS": "0"}, Told(layers=99)),  # the command line wins
+        ("llama-server", {"LLAMA_ARG_KV_OFFLOAD": "0"}, Told("", "", "LLAMA_ARG_KV_OFFLOAD=0")),
         ("llama-server", {"LLAMA_ARG_CPU_MOE": "0", "PATH": "/bin"}, Told()),
         ("llama-server -m", {}, Told()),
         ("llama-server -ngl", {}, Told()),
@@ -132,12 +133,38 @@ def test_a_server_without_any_memory_is_gone(servers):
 def test_a_server_that_was_told_to_use_the_cpu_is_judged_by_its_own_limit_or_not_at_all(servers):
     process = servers.spawn(10, "llama-server -m a.gguf -ngl 0", memory=Memory(20 * GIB, 20 * GIB, 0, 0))
     found = llmguard.verdict(servers.evidence(process))
-    assert (found.value, found.because) == ("unknown", "meant") and "some of it is meant to be in the box's memory: -ngl 0" in found.evidence
+    assert (found.value, found.because) == ("unknown", "meant") and "it is meant to be in the box's memory: -ngl 0" in found.evidence
     assert llmguard.verdict(servers.evidence(process, max_rss=30 * GIB)).value == "unknown"
     found = llmguard.verdict(servers.evidence(process, max_rss=16 * GIB))
     assert found.value == "cpu" and "more is in the box's memory than its own limit of 16 GiB" in found.evidence
     old = servers.spawn(10, "llama-server -m a.gguf -ngl 0", age=1000.0, memory=Memory(20 * GIB, 20 * GIB, 0, 0))
     assert llmguard.verdict(servers.evidence(old, max_rss=16 * GIB)).value == "unknown"
+
+
+@pytest.mark.parametrize("layers", [30, 60])
+def test_more_layers_than_the_model_has_are_all_of_them(servers, layers):
+    """-ngl 60 of 48 is the whole model, and its fallback one; -ngl 30 means a part of it."""
+    servers.model("m/a.gguf", 16 * GIB)
+    with open(servers.root / "m/a.gguf", "r+b") as file:
+        file.write(b"GGUF" + b"\0" * 40 + b"qwen3.block_count\x04\0\0\0" + (48).to_bytes(4, "little"))
+    process = servers.spawn(10, f"llama-server -m /m/a.gguf -ngl {layers}", memory=Memory(16 * GIB, 16 * GIB, 0, 0))
+    context = llmguard.verdict(servers.evidence(process, gpu={10: 300 << 20}))
+    assert (context.value, context.because) == (("cpu", "") if layers == 60 else ("unknown", "meant"))
+    nothing = llmguard.verdict(servers.evidence(process, gpu={10: 0}))
+    assert nothing.value == "cpu", "not even a context: it never came to the GPU"
+    assert llmguard.verdict(servers.evidence(process, gpu={10: 15 * GIB})).value == "gpu"
+
+
+def test_an_own_limit_comes_before_the_gpus_figures(servers):
+    process = servers.spawn(10, "whisper-server -m /m/none", memory=Memory(5 * GIB, 5 * GIB, 0, 0))
+    assert llmguard.verdict(servers.evidence(process, model=4 * GIB, gpu={})).value == "cpu"
+    assert llmguard.verdict(servers.evidence(process, model=4 * GIB, gpu={}, max_rss=30 * GIB)).because == "meant"
+    assert llmguard.verdict(servers.evidence(process, model=4 * GIB, gpu={10: 4 * GIB}, max_rss=30 * GIB)).value == "gpu"
+
+
+def test_a_model_that_is_a_folder_has_no_size(servers):
+    os.makedirs(servers.root / "hf/model")
+    assert servers.evidence(servers.spawn(10, "vllm serve --model /hf/model")).model is None
 
 
 def test_the_seeds_figures(servers):
@@ -198,7 +225,7 @@ def serving(verdict: str, engine: str = "a", evidence: tuple[str, ...] = ("VmRSS
 @pytest.fixture
 def lines(monkeypatch) -> list[str]:
     logged: list[str] = []
-    monkeypatch.setattr(llmguard, "log", logged.append)
+    monkeypatch.setattr(llmguard, "log", lambda text, priority=llmguard.INFO: logged.append(text))
     return logged
 
 
@@ -213,7 +240,7 @@ class Judged(Bench):
 
         def call(ask: dict, seconds: float) -> dict:
             reply = answer(ask, seconds)
-            if reply.get("engine"):
+            if reply.get("engine") and "verdict" not in reply["engine"]:
                 count = len(self.box.ops("start"))
                 reply["engine"].update(verdict=says[min(count, len(says)) - 1] if count else says[0], evidence=["VmRSS is 16 GiB"])
             return reply
@@ -252,7 +279,7 @@ def test_a_fallback_is_started_once_more_and_the_healthy_spawn_is_served(lines):
     assert bench.host.view()["verdict"]["value"] == "gpu" and bench.state == "ready" and not bench.host.view()["degraded"]
     text = "host a9: engine a serves from the CPU: it starts once more as soon as nothing runs on it (VmRSS is 16 GiB)"
     assert lines.count(text) == 1 and "host a9: it fell back to the CPU: stopping engine a" in lines
-    assert [data["degraded"] for data in bench.fallbacks()] == [False] and bench.host.fallbacks == 1
+    assert [data["degraded"] for data in bench.fallbacks()] == [False] and bench.host.counts["cpu_fallbacks"] == 1
     bench.pass_time(600)
     assert len(bench.box.ops("start")) == 2
 
@@ -333,12 +360,52 @@ def test_a_request_for_another_engine_makes_the_new_start_needless():
     assert bench.box.ops() == [("start", "a"), ("start", "b")]
 
 
+def test_a_host_that_was_down_for_a_moment_is_not_started_anew_for_that():
+    bench = Judged("cpu", tick=30.0)
+    bench.serve_one("a")
+    bench.pass_time(120)
+    assert bench.host.view()["degraded"] is True and len(bench.box.ops("start")) == 2
+    for _ in range(3):
+        bench.box.down = llmguard.HostDown("host a9 is down")
+        bench.pass_time(60)
+        bench.box.down = None
+        bench.pass_time(120)
+    assert bench.host.view()["degraded"] is True and len(bench.box.ops("start")) == 2
+
+
+def test_two_looks_at_once_are_one():
+    """A change on the box has it looked at again within the second."""
+    bench = Judged("cpu", "gpu", tick=30.0)
+    bench.serve_one("a")
+    for _ in range(5):
+        bench.host.poke()
+        bench.settle()
+    assert bench.box.ops() == [("start", "a")]
+
+
+def test_one_that_turns_out_to_be_on_the_gpu_is_not_started_anew():
+    bench = Judged("cpu", "gpu", tick=30.0)
+    bench.serve_one("a")
+    stream = bench.client("a").granted()
+    bench.pass_time(25)
+    newcomer = bench.client("a")
+    assert newcomer.waits()
+    bench.box.script["status"] = [serving("gpu")]
+    bench.host.poke()
+    bench.settle()
+    newcomer.granted()
+    stream.done()
+    newcomer.done()
+    bench.settle()
+    assert bench.box.ops("start", "stop") == [("start", "a")]
+
+
 def test_unknown_and_one_look_between_two_others_are_no_fallback():
     bench = Bench(tick=30.0)
     bench.serve_one("a")
     bench.box.script["status"] = [serving(value) for value in ("cpu", "unknown", "cpu", "gpu", "cpu", "unknown") * 5]
     bench.pass_time(880)
-    assert bench.box.ops("start", "stop") == [("start", "a")] and bench.host.fallbacks == 0
+    assert bench.box.ops("start", "stop") == [("start", "a")] and bench.host.counts["cpu_fallbacks"] == 0
 
 
 def test_the_agent_is_told_the_models_size_and_the_engines_own_limit():

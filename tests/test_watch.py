@@ -132,14 +132,15 @@ def test_a_reload_is_won_by_loading_again_once_the_memory_has_drained(site):
     assert site.look(20.0).text.count(": gpu (") == 2
 
 
-def test_what_a_client_loaded_first_is_not_loaded_twice(site):
+def test_where_a_client_was_first_nothing_is_loaded_beside_it(site):
+    """llama-swap's default is one model at a time: to load another would evict the client's."""
     for model in (A, B):
         site.front.request(model)
     site.look(0.0)
     site.front.reload()
     site.front.request(A)
     report = site.look()
-    assert "org/b to be loaded again" in report.text and report.text.count("loaded again after") == 1
+    assert "loaded again" not in report.text and set(site.front.running()) == {A}
 
 
 def test_a_client_that_comes_while_the_memory_drains_is_seen(stub):
@@ -154,7 +155,7 @@ def test_a_client_that_comes_while_the_memory_drains_is_seen(stub):
         return real()
 
     stub.watch._await_drain = meanwhile
-    assert "loaded again by a client" in stub.look().text and stub.known["lost"] == {}
+    assert f"{A}: loaded by a client, so nothing more is loaded again" in stub.look().text and stub.known["lost"] == {}
 
 
 def test_without_waiting_the_reload_would_have_been_lost(stub):
@@ -176,7 +177,7 @@ def test_a_server_is_judged_twice_by_its_own_age_also_when_cron_comes_late(stub)
     stub.front.request(A)
     judged: list[float] = []
     real = stub.watch._judge
-    stub.watch._judge = lambda one: (judged.append(stub.box.older), real(one))[1]
+    stub.watch._judge = lambda *args: (judged.append(stub.box.older), real(*args))[1]
     for older in (0.0, 10.0, 19.0, 21.0, 30.0, 80.0, 95.0, 155.0, 1000.0):
         assert stub.look(older).level == OK
     assert judged == [21.0, 95.0]
@@ -192,7 +193,7 @@ def test_the_state_outlives_the_process(stub):
     stub.front.request(A)
     stub.look(25.0)
     stub.watch = stub.watching()
-    stub.watch._judge = lambda one: pytest.fail("it was judged already")
+    stub.watch._judge = lambda *args: pytest.fail("it was judged already")
     assert f"{A}: gpu" in stub.look(30.0).text
 
 
@@ -252,7 +253,7 @@ def test_a_dry_run_changes_nothing(stub):
     report = stub.look(20.0)
     assert report.level == CRITICAL and "would be unloaded (--dry-run)" in report.text and A in stub.front.running()
     stub.front.request(B)
-    stub.look()
+    stub.look(20.0)
     stub.front.reload()
     assert "would be loaded again (--dry-run)" in stub.look().text and stub.front.running() == {}
 
@@ -260,9 +261,48 @@ def test_a_dry_run_changes_nothing(stub):
 def test_an_own_limit_for_a_model_that_is_meant_to_be_in_memory(stub):
     fallen(stub)
     stub.watch = stub.watching(max_rss={A: 1 << 40})
-    stub.look(25.0)
-    assert stub.watch.settings.max_rss == {A: 1 << 40}
-    assert A in stub.front.running() or stub.known["heals"], "the GPU's own figures come first"
+    report = stub.look(25.0)
+    assert report.level == OK and f"{A}: unknown" in report.text and "than its own limit of 1024 GiB" in report.text and A in stub.front.running()
+
+
+def test_one_that_shows_its_weights_late_is_unloaded_once_too(stub, monkeypatch):
+    """Mapped, and not touched before +90 s: "no sign" at +20 s is no health."""
+    verdicts = {20.0: "unknown", 95.0: "cpu"}
+    monkeypatch.setattr(
+        llmguard, "judge_processes",
+        lambda *args: (llmguard.Evidence(llmguard.Memory(1, 1, 0, 0), 1.0), llmguard.Verdict(verdicts[stub.box.older], ("figures",), "no sign")),
+    )
+    stub.front.request(A)
+    assert stub.look(20.0).level == OK and stub.look(95.0).level == WARNING
+    for _ in range(3):
+        stub.front.request(A)
+        assert stub.look(20.0).level == OK
+        assert stub.look(95.0).level == CRITICAL and A in stub.front.running()
+        stub.front.kill(A)
+
+
+def test_an_unload_that_a_client_undoes_at_once_was_one(stub):
+    fallen(stub)
+    stub.gpu.drains(False)
+    real = stub.front.kill
+
+    def kill(name: str) -> None:
+        real(name)
+        stub.front.spawn(name)
+
+    stub.front.kill = kill
+    report = stub.look(20.0)
+    assert report.level == WARNING and "unloaded" in report.text and stub.front.on_gpu(A)
+    stub.front.kill = real
+
+
+def test_a_verdict_that_was_held_up_is_taken_again_before_it_is_carried_out(stub):
+    fallen(stub)
+    stub.front.says(A, "busy")
+    assert stub.look(20.0).level == CRITICAL
+    (Path(stub.gpu.folder) / str(stub.front.server(A).pid)).write_text(str(96 * MIB))
+    stub.front.says(A, "idle")
+    assert stub.look(50.0).level == OK and A in stub.front.running(), "its memory was counted late"
 
 
 # ----- reloads, and what is none
@@ -273,6 +313,42 @@ def test_a_single_server_that_goes_by_itself_is_no_reload(stub):
     stub.look(0.0)
     stub.front.kill(A)
     assert stub.look().text == "no model is loaded" and stub.front.running() == {}
+
+
+def test_two_that_go_by_themselves_or_by_hand_are_no_reload(stub):
+    for _ in range(3):
+        for model in (A, B):
+            stub.front.request(model)
+        stub.look(0.0)
+        for model in (A, B):
+            stub.front.kill(model)
+        assert stub.look().text == "no model is loaded" and stub.front.running() == {}
+
+
+def test_where_the_configuration_can_not_be_seen_two_that_never_go_by_themselves_are_one(stub):
+    stub.watch = stub.watching(config="/nowhere/swap.yaml")
+    for ttl, reload in ((300, False), (0, True)):
+        for model in (A, B):
+            stub.front.request(model)
+        stub.look(0.0)
+        for known in stub.watch.servers.values():
+            known["ttl"] = ttl
+        for model in (A, B):
+            stub.front.kill(model)
+        assert ("loaded again after the reload" in stub.look().text) is reload
+
+
+def test_what_was_lost_long_ago_is_not_loaded_any_more(stub):
+    stub.front.request(A)
+    stub.look(0.0)
+    stub.front.reload()
+    stub.watch = stub.watching(respawn=False)
+    stub.look()
+    assert stub.known["lost"] == {A: 0}
+    stub.clock.advance(llmguard.RESPAWN_WITHIN + 1)
+    stub.watch = stub.watching()
+    stub.look()
+    assert stub.known["lost"] == {} and stub.front.running() == {}
 
 
 def test_one_of_two_that_goes_is_no_reload(stub):
@@ -299,12 +375,12 @@ def test_loading_again_is_tried_three_times(stub):
     stub.front.request(B)
     stub.look(0.0)
     stub.front.reload()
-    del stub.front.models[A]
+    del stub.front.models[A], stub.front.models[B]
     reports = [stub.look() for _ in range(3)]
     assert [report.level for report in reports] == [WARNING] * 3
     assert f"{A}: not loaded again yet: unknown model" in reports[0].text
     assert f"{A}: not loaded again after 3 tries: unknown model" in reports[2].text
-    assert "not loaded" not in stub.look().text and set(stub.front.running()) == {B}
+    assert "not loaded" not in stub.look().text and stub.known["lost"] == {}
 
 
 def reading(used: int, held: dict[int, int] | None = None) -> llmguard.GpuReading:
@@ -404,16 +480,16 @@ def test_a_containers_front_is_not_taken_for_a_healthy_server(stub_engine, tmp_p
     assert "no GPU" in report.text and "llama-server pid 42" in report.text, "the container's own process was found, and judged"
 
 
-def test_a_pid_that_died_between_two_reads_is_gone_never_without_a_gpu(stub):
+def test_a_pid_that_died_between_two_reads_is_gone_never_without_a_gpu(stub, monkeypatch):
     stub.front.request(A)
-    real = stub.watch._judge
+    real = llmguard.judge_processes
 
-    def dies(one):
-        found = real(one)
+    def dies(*args):
+        found = real(*args)
         stub.front.kill(A)
         return found
 
-    stub.watch._judge = dies
+    monkeypatch.setattr(llmguard, "judge_processes", dies)
     report = stub.look(25.0)
     assert (report.level, report.text) == (OK, f"{A}: gone")
 
@@ -421,7 +497,7 @@ def test_a_pid_that_died_between_two_reads_is_gone_never_without_a_gpu(stub):
 def test_a_server_on_another_machine_is_not_looked_for_here(stub_engine):
     rows = {"running": [{"model": "m", "state": "ready", "proxy": "http://10.0.0.9:8081"}]}
     report = Says(stub_engine, rows).watch().one_pass()
-    assert report.level == UNKNOWN and "m: it runs on another machine (10.0.0.9): watch it there" in report.text
+    assert report.level == UNKNOWN and "m: it runs on another machine (10.0.0.9)" in report.text
 
 
 @pytest.mark.parametrize("answer", [b"<html>", {"running": {}}, {"running": None}, [], {"other": 1}])
@@ -436,8 +512,17 @@ def test_junk_in_the_list_is_left_out(stub_engine):
     assert "m: its server does not tell a port" in report.text
 
 
-def test_junk_in_the_state_file_is_treated_as_nothing(stub):
-    stub.known.update(servers=[1], heals="x", lost=5, front=7, config=3, changed=[])
+def test_a_server_that_is_ready_and_not_to_be_seen_is_not_called_gone_for_ever(stub_engine):
+    rows = {"running": [{"model": "m", "state": "ready", "proxy": f"http://127.0.0.1:{free_port()}"}]}
+    watch = Says(stub_engine, rows).watch()
+    assert watch.one_pass().text == "m: gone"
+    report = watch.one_pass()
+    assert report.level == UNKNOWN and report.text == "m: nobody is seen on its port"
+
+
+@pytest.mark.parametrize("servers", [[1], {A: 5}, {A: {}}, {A: {"id": "1:²", "looks": "x"}}, {A: {"id": "x"}, B: {"id": 5, "ttl": "x"}}])
+def test_junk_in_the_state_file_is_treated_as_nothing(stub, servers):
+    stub.known.update(servers=servers, heals="x", lost=5, front=7, config=3, changed=[], boot=Box().boot())
     stub.watch = stub.watching()
     stub.front.request(A)
     assert stub.look(25.0).level == OK
@@ -463,9 +548,10 @@ def test_one_pass_from_cron_prints_one_nagios_line_and_keeps_its_state(stub):
 
 
 def test_two_never_overlap(stub):
-    with llmguard.Lock(str(stub.front.root / "state/watch.lock"), "watch"):
+    with llmguard.GuardState(str(stub.front.root / "state"), "watch", Address("127.0.0.1", stub.front.port)).lock:
         done = cli(stub, "watch", "--url", stub.front.url)
-    assert done.returncode == 0 and "another watch runs: watch (pid" in done.stdout
+        quiet = cli(stub, "watch", "--url", stub.front.url, "--quiet")
+    assert done.returncode == 0 and "OK - another watch runs: watch (pid" in done.stdout and quiet.stdout == ""
 
 
 def test_nobody_there_is_critical_and_a_key_that_is_missing_is_unknown_with_a_hint(stub, stub_engine):
