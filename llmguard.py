@@ -10,6 +10,7 @@
     llmguard.py model load NAME   start the engine of a model; `unload` stops it once nothing runs on it
     llmguard.py probe             after a deploy: is each model still on the GPU? time it, heal what fell back
     llmguard.py watch             every minute by cron, on the box: did a fresh server fall back? have it unloaded
+    llmguard.py completion bash   for a shell (zsh, fish)
 
 Standard library only, Python 3.9 or later. Copy this one file to every box.
 
@@ -7344,48 +7345,577 @@ def metrics_view(exchange: Exchange) -> None:
     exchange.reply(200, ("\n".join(lines) + "\n").encode(), content_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>llmguard</title>
+PAGE = r"""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>llmguard</title>
 <style>
-:root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }
-body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
-table { border-collapse: collapse; width: 100%; margin-bottom: 2rem }
-th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid #8884 }
-</style>
-<h1>llmguard</h1><p id="note" role="status"></p>
-<h2>Hosts</h2><table id="hosts"></table><h2>Models</h2><table id="models"></table>
-<script>
-let key = sessionStorage.getItem("key") || "";
-function row(cells, kind) {
-  const tr = document.createElement("tr");
-  for (const text of cells) { const td = document.createElement(kind); td.textContent = text; tr.append(td) }
-  return tr;
-}
-function fill(id, head, rows) {
-  document.getElementById(id).replaceChildren(row(head, "th"), ...rows.map(cells => row(cells, "td")));
-}
-async function show() {
-  const note = document.getElementById("note");
-  try {
-    const reply = await fetch("status", { headers: key ? { authorization: "Bearer " + key } : {} });
-    if (reply.status === 401) {
-      key = prompt("API key") || "";
-      sessionStorage.setItem("key", key);
-      note.textContent = "an API key is needed: reload to enter it";
-      return;
+  :root {
+    --page: #f4f5f6; --card: #fff; --line: #dde1e4; --ink: #191d21; --dim: #59626b; --focus: #1a5fd0;
+    --ok: #16703f; --busy: #1f5fbf; --warn: #8a5600; --bad: #b92525;
+  }
+  @media (prefers-color-scheme: dark) {
+    :root {
+      --page: #0f1113; --card: #16191c; --line: #2a2f34; --ink: #e4e7ea; --dim: #98a2ab; --focus: #7fb2ff;
+      --ok: #58c98b; --busy: #7fb2ff; --warn: #e2b04f; --bad: #ff857b;
     }
-    const status = await reply.json();
-    note.textContent = "version " + status.version + ", running since " + status.started;
-    const hosts = Object.entries(status.hosts), models = Object.entries(status.models);
-    fill("hosts", ["host", "state", "engine", "in flight", "queued", "held by"], hosts.map(([name, host]) =>
-      [name, host.state, host.engine || "", host.in_flight, host.queued, host.owners.map(owner => owner.text).join("; ")]));
-    fill("models", ["model", "host", "engine", "state"], models.map(([name, model]) =>
-      [name, model.host, model.engine, model.state]));
-  } catch (error) { note.textContent = "no answer from the proxy" }
-  setTimeout(show, 2000);
+  }
+  /* Colour tells state and nothing else. */
+  .idle { --tone: var(--dim) } .ok { --tone: var(--ok) } .busy { --tone: var(--busy) } .warn { --tone: var(--warn) }
+  .bad { --tone: var(--bad) }
+
+  * { box-sizing: border-box; margin: 0; padding: 0 }
+  [hidden] { display: none !important }
+  body { font: .875rem/1.45 system-ui, sans-serif; font-variant-numeric: tabular-nums; overflow-wrap: anywhere;
+         max-width: 84rem; margin: auto; padding: 1rem clamp(.75rem, 2.5vw, 2rem) 3rem;
+         color: var(--ink); background: var(--page) }
+  :focus-visible { outline: 2px solid var(--focus); outline-offset: 2px }
+  h1 { font-size: 1.5rem; line-height: 1.2; letter-spacing: -.01em; margin-top: 1rem }
+  h2 { font: 600 .75rem/1.45 system-ui, sans-serif; letter-spacing: .06em; text-transform: uppercase; margin: 2rem 0 .5rem }
+  h2, small, dt, summary { color: var(--dim) }
+  h3 { font-size: 1.0625rem; line-height: 1.3; font-weight: 600 } small { font-size: .8125rem }
+  ul { list-style: none } time { white-space: nowrap }
+  a { color: inherit; text-underline-offset: .2em; text-decoration-color: var(--tone, currentColor) }
+  summary { cursor: pointer; width: fit-content }
+  .state { color: var(--tone); font-weight: 500; white-space: nowrap }
+  .state::before { content: ""; display: inline-block; width: .5em; height: .5em; margin-right: .4em; vertical-align: .08em;
+                   border-radius: 50%; background: var(--tone) }
+  h1.state { color: inherit; font-weight: 600; white-space: normal }
+  .error { color: var(--bad) }
+  .number { text-align: right; white-space: nowrap }
+  .spread { display: flex; flex-wrap: wrap; gap: .25rem .75rem; justify-content: space-between; align-items: baseline }
+  .spread.tight { flex-wrap: nowrap }
+  .panel { background: var(--card); border: 1px solid var(--line); border-radius: 6px }
+  .stale main { opacity: .55 }
+
+  #problems { display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; margin-top: .5rem }
+  #key { padding: 1rem 1rem .5rem; margin-top: 1.5rem }
+  #key div { display: flex; flex-wrap: wrap; gap: .5rem; margin: .5rem 0 }
+  input, button { font: inherit; color: inherit; background: var(--card); border: 1px solid var(--line); border-radius: 4px;
+                  padding: .2rem .7rem; min-height: 2rem }
+  input { flex: 1 1 14rem; max-width: 26rem; border-color: var(--dim) }
+  button { min-width: 5.5rem; cursor: pointer } button:hover { border-color: var(--dim) }
+  button[aria-disabled=true] { color: var(--dim); cursor: progress; border-style: dashed }
+
+  #hosts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 20rem), 1fr)); gap: .75rem }
+  .host { padding: .8rem 1rem; display: flex; flex-direction: column; gap: .7rem; scroll-margin-top: 1rem }
+  .host.bad, .host.warn { border-color: color-mix(in srgb, var(--tone) 55%, var(--line)) }
+  .host footer { margin-top: auto; padding-top: .5rem; border-top: 1px solid var(--line) }
+  .alerts { display: grid; gap: .4rem } .alerts:empty { display: none }
+  .alerts > li { border-left: 3px solid var(--tone); border-radius: 0 4px 4px 0; padding: .4rem .65rem;
+                 background: color-mix(in srgb, var(--tone) 9%, transparent) }
+  .alerts strong { color: var(--tone); font-weight: 600; display: inline-block }
+  .alerts strong::first-letter { text-transform: uppercase }
+  .alerts ul { display: flex; flex-wrap: wrap; gap: 0 1rem }
+  .alerts .busy time { color: var(--tone); font-weight: 600 }
+  dl { display: grid; gap: .3rem }
+  dl > div { display: grid; grid-template-columns: 5rem minmax(0, 1fr) }
+  dd li + li { margin-top: .2rem }
+  .bar { height: 4px; border-radius: 2px; background: var(--line); overflow: hidden; margin: .2rem 0 .15rem }
+  .bar i { display: block; height: 100%; background: var(--dim) }
+
+  .columns { display: grid; column-gap: 1.5rem; grid-template-columns: minmax(0, 1fr) }
+  .lines > li { padding: .4rem 1rem; display: grid; gap: 0 .75rem; align-items: center }
+  .lines > li + li { border-top: 1px solid var(--line) }
+  .lines:empty::after { content: attr(data-empty); display: block; padding: .6rem 1rem; color: var(--dim) }
+  .lines > .group { padding-top: .6rem } .group h3 { font-size: inherit }
+  .lines > .request, .lines > .model, .lines > .rate, .lines > .handback { grid-template-columns: minmax(0, 1fr) auto }
+  .lines > .event { grid-template-columns: 4rem minmax(0, 1fr); align-items: baseline }
+  .event .bad { color: var(--tone) }
+  .model button { grid-area: 1 / 2 / span 2 } .model .error, .rate svg { grid-column: 1 / -1 }
+  #events { max-height: 24rem; overflow: auto }
+  svg { width: 100%; height: 1.6rem; margin: .3rem 0; overflow: visible; fill: none; stroke: var(--dim); stroke-linejoin: round }
+  svg * { vector-effect: non-scaling-stroke; stroke-width: 1.25 }
+  svg .last { stroke: var(--ink); stroke-width: 5; stroke-linecap: round }
+  @media (min-width: 40rem) {
+    .lines > .model { grid-template-columns: minmax(0, 1fr) 6.5rem auto }
+    .lines > .rate { grid-template-columns: minmax(0, 1fr) 7rem 6rem }
+    .model button { grid-area: 1 / 3 } .rate svg { grid-area: 1 / 2; margin: 0 }
+  }
+  @media (min-width: 60rem) { .columns { grid-template-columns: minmax(0, 3fr) minmax(0, 2fr) } }
+  @media (pointer: coarse) { input, button { min-height: 2.5rem } summary { padding: .3rem 0 } }
+</style>
+
+<header>
+  <div class="spread"><strong>llmguard</strong> <small><span id="about"></span> <time id="started"></time></small></div>
+  <div role="status"><h1 id="condition" class="state idle">Asking the proxy…</h1></div>
+  <small id="summary"></small>
+  <ul id="problems" aria-label="What needs a look"></ul>
+  <noscript>This page needs JavaScript. The same facts are at <a href="status">status</a>.</noscript>
+</header>
+<form id="key" class="panel" hidden>
+  <label for="key-text" id="key-label"></label>
+  <div>
+    <input id="key-text" type="password" required pattern="[!-~]+" title="a key, without spaces" autocomplete="off"
+           aria-describedby="key-error">
+    <button>Use this key</button>
+    <button type="button" id="key-cancel">Cancel</button>
+  </div>
+  <p id="key-error" class="error" role="alert"></p>
+</form>
+<main hidden>
+  <h2>Hosts</h2>
+  <div id="hosts" class="lines" data-empty="No host is configured."></div>
+  <div class="columns">
+    <div>
+      <section>
+        <h2>Requests in flight</h2>
+        <ul id="requests" class="panel lines" data-empty="None."></ul>
+      </section>
+      <h2>Models</h2>
+      <ul id="models" class="panel lines" data-empty="No model is configured."></ul>
+    </div>
+    <div>
+      <div class="spread">
+        <h2 id="events-title">Events</h2> <small id="line" class="state busy" role="status">connecting</small>
+      </div>
+      <ul id="events" class="panel lines" role="log" aria-labelledby="events-title" tabindex="0"
+          data-empty="Nothing has happened since this page was opened."></ul>
+      <section>
+        <h2>Speed by model</h2>
+        <ul id="rates" class="panel lines" data-empty="No answer has been measured yet."></ul>
+        <h2>GPUs handed back</h2>
+        <ul id="handbacks" class="panel lines" data-empty="No job has waited for a GPU yet."></ul>
+      </section>
+    </div>
+  </div>
+</main>
+
+<template id="host">
+  <article class="panel host" tabindex="-1">
+    <header>
+      <div class="spread tight"><h3 data-part="name"></h3> <span class="state" data-part="state"></span></div>
+      <small><span data-part="engine"></span> <time data-part="since"></time></small>
+    </header>
+    <ul class="alerts" data-part="alerts"></ul>
+    <dl>
+      <div><dt>Requests</dt><dd><span data-part="load"></span> <small><time data-part="used"></time></small></dd></div>
+      <div><dt>Held by</dt><dd><ul data-part="owners"></ul></dd></div>
+      <div><dt>Waiting</dt><dd><ul data-part="waits"></ul></dd></div>
+      <div><dt>Weights</dt><dd><span data-part="verdict"></span>
+        <details><summary>evidence</summary><ul data-part="evidence"></ul></details></dd></div>
+      <div><dt>Memory</dt><dd><ul data-part="devices"></ul></dd></div>
+    </dl>
+    <footer class="spread"><small data-part="agent"></small> <small><time data-part="tick"></time></small></footer>
+  </article>
+</template>
+<template id="problem"><li><a data-part="link"></a></li></template>
+<template id="alert">
+  <li><strong data-part="title"></strong> <span data-part="text"></span><ul data-part="times"></ul></li>
+</template>
+<template id="text"><li><span data-part="text"></span> <small><time data-part="since"></time></small></li></template>
+<template id="device">
+  <li><div class="spread tight"><span data-part="name"></span> <span class="number" data-part="text"></span></div>
+    <div class="bar" role="meter" aria-valuemin="0" data-part="bar"><i data-part="fill"></i></div></li>
+</template>
+<template id="request">
+  <li class="request"><div><div data-part="model"></div><small data-part="where"></small></div>
+    <div class="number"><div data-part="rate"></div><small data-part="spent"></small></div></li>
+</template>
+<template id="group"><li class="group"><h3 data-part="name"></h3></li></template>
+<template id="model">
+  <li class="model"><div><span data-part="name"></span> <small data-part="engine"></small></div>
+    <span class="state" data-part="state"></span> <button type="button" data-part="button"></button>
+    <div class="error" role="alert" data-part="error"></div></li>
+</template>
+<template id="event"><li class="event"><small data-part="time"></small> <span data-part="text"></span></li></template>
+<template id="rate">
+  <li class="rate"><span data-part="model"></span> <span class="number" data-part="text"></span>
+    <svg viewBox="0 0 100 24" preserveAspectRatio="none" role="img" data-part="svg">
+      <polyline data-part="curve"/><path class="last" data-part="last"/></svg></li>
+</template>
+<template id="handback">
+  <li class="handback"><span data-part="job"></span> <span class="number" data-part="text"></span></li>
+</template>
+
+<script>
+"use strict";
+// ---- The document. It is updated in place, never rebuilt: focus, scroll and what is unfolded outlive a refresh.
+
+const TONES = {
+  ready: "ok", loaded: "ok", starting: "busy", loading: "busy", draining: "busy", stopping: "busy", handover: "busy",
+  down: "bad", blocked: "bad", failed: "bad",
+};
+
+const $ = id => document.getElementById(id);
+
+function put(node, text) {
+  text = String(text ?? "");
+  if (node.textContent !== text) node.textContent = text;
 }
-show();
-</script></html>
+
+const show = (node, visible) => { node.hidden = !visible; };
+
+// The dot before it and its colour only repeat what the word says.
+function state(node, word, tone = TONES[word] || "idle") {
+  put(node, word);
+  node.className = `state ${tone}`;
+}
+
+// A copy of a template; `parts` are its elements by their data-part.
+function stamp(template) {
+  const node = $(template).content.firstElementChild.cloneNode(true);
+  node.parts = Object.fromEntries(Array.from(node.querySelectorAll("[data-part]"), part => [part.dataset.part, part]));
+  return node;
+}
+
+// Gives `parent` one child for each item: update(parts, item, child). A child whose key is still there stays where it is.
+function list(parent, items, template, update, keyOf = (item, index) => index) {
+  const had = new Map(Array.from(parent.children, node => [node.key, node]));
+  const nodes = items.map((item, index) => {
+    const key = keyOf(item, index), node = had.get(key) || Object.assign(stamp(item.template || template), {key});
+    had.delete(key);
+    update(node.parts, item, node);
+    return node;
+  });
+  had.forEach(node => node.remove());
+  let at = parent.firstElementChild;
+  for (const node of nodes) {
+    if (node === at) at = at.nextElementSibling;
+    else parent.insertBefore(node, at);
+  }
+}
+
+function texts(parent, items) {
+  list(parent, items, "text", (parts, item) => {
+    put(parts.text, item.text);
+    clock(parts.since, item.since, item.form);
+  });
+}
+
+// ---- Time, by the proxy's clock. Each <time data-form> is told anew every second.
+
+let skew = 0;
+const moment = text => Date.parse(text.replace(" ", "T"));
+const local = text => new Date(moment(text)).toLocaleString();
+
+function age(seconds) {
+  const s = Math.max(0, Math.floor(seconds)), m = Math.floor(s / 60), h = Math.floor(m / 60);
+  return m < 1 ? `${s}s` : h < 1 ? `${m}m${s % 60}s` : h < 48 ? `${h}h${m % 60}m` : `${Math.floor(h / 24)}d${h % 24}h`;
+}
+
+// `form` says how: {} is the time since then or, before "left", until then.
+function clock(node, then, form = "{} ago") {
+  show(node, then);
+  if (!then || (node.dateTime === then && node.dataset.form === form)) return;
+  node.dateTime = then;
+  node.dataset.form = form;
+  node.title = local(then);
+  tell(node);
+}
+
+function tell(node) {
+  const form = node.dataset.form, seconds = (Date.now() + skew - moment(node.dateTime)) / 1000;
+  put(node, form.replace("{}", age(form.endsWith("left") ? Math.ceil(-seconds) : seconds)));
+}
+
+// ---- The proxy. Whoever is refused with 401 waits here until a key is given, then asks again.
+
+const keys = {user: sessionStorage.getItem("llmguard-user"), admin: sessionStorage.getItem("llmguard-admin")};
+let asking = null;
+
+async function ask(path, {role = "user", limit, ...options} = {}) {
+  for (;;) {
+    const key = keys[role] || keys.user;
+    const headers = key ? {...options.headers, Authorization: `Bearer ${key}`} : options.headers;
+    const signal = limit ? AbortSignal.timeout(limit) : options.signal;
+    const reply = await fetch(path, {cache: "no-store", ...options, headers, signal});
+    if (reply.ok) return reply;
+    const body = await reply.json().catch(() => null);
+    if (reply.status !== 401) throw new Error(body?.error?.message || `the proxy answered ${reply.status}`);
+    if (key === (keys[role] || keys.user)) await (asking ||= anotherKey(role));
+  }
+}
+
+async function anotherKey(role) {
+  const form = $("key"), text = $("key-text"), admin = role === "admin", before = document.activeElement;
+  if (!admin) condition("A key is needed", "idle");
+  put($("key-label"), admin ? "Loading and unloading needs an admin key" : "This proxy needs an API key");
+  put($("key-error"), keys[role] ? "That key was not accepted." : "");
+  show($("key-cancel"), admin);
+  show(form, true);
+  text.focus();
+  const given = await new Promise(resolve => {
+    form.onsubmit = event => { event.preventDefault(); resolve(text.value); };
+    form.onkeydown = event => { if (event.key === "Escape" && admin) resolve(null); };
+    $("key-cancel").onclick = () => resolve(null);
+  });
+  text.value = "";
+  show(form, false);
+  before.focus();
+  asking = null;
+  if (!given) throw new Error("no key was given");
+  keys[role] = given;
+  sessionStorage.setItem(`llmguard-${role}`, given);
+}
+
+// ---- What is to be said of a host, once for the top of the page and for its own card.
+
+const moves = thing => TONES[thing.state] === "busy" || thing.in_flight || thing.queued || thing.handover;
+
+function alerts(host) {
+  const found = [], say = (tone, title, text, ...times) => found.push({tone, title, text, times});
+  const {stop_error: stop, handover, verdict} = host;
+  if (stop) {
+    const attempts = stop.attempts === 1 ? "1 attempt" : `${stop.attempts} attempts`;
+    const times = [{text: attempts, since: stop.since, form: "in {}"}, {text: "last", since: stop.last}];
+    say("bad", "stop not proven", stop.error, ...times);
+  }
+  if (host.state === "blocked") say("bad", "blocked", host.problem);
+  else if (host.state === "down") say("bad", "down", host.problem, {since: host.down_since, form: "for {}"});
+  else if (host.problem) say("warn", "problem", host.problem);
+  if (host.degraded) say("bad", "degraded", "The engine serves from the CPU, and is not started again for that.");
+  else if (verdict?.value === "cpu") say("bad", "on the CPU", "The engine's weights are not on the GPU.");
+  if (host.gpu?.problem) say("warn", "GPU not readable", host.gpu.problem);
+  if (host.held_up) say("warn", "held up", host.held_up);
+  if (host.restarted) say("warn", "unsteady", host.restarted);
+  if (handover) say("busy", "handed over", `to ${handover.job || "a waiting job"}`, {since: handover.until, form: "{} left"});
+  return found;
+}
+
+// ---- The parts of the page.
+
+function condition(text, tone) {
+  state($("condition"), text, tone);
+  document.title = `${text} · llmguard`;
+}
+
+function drawTop(view) {
+  const hosts = Object.values(view.hosts), sum = key => hosts.reduce((total, host) => total + host[key], 0);
+  const found = Object.entries(view.hosts).flatMap(([name, host]) => alerts(host).map(each => ({...each, name})));
+  if (view.state_error) found.push({tone: "warn", name: "state files", title: view.state_error});
+  const problems = ["bad", "warn"].flatMap(tone => found.filter(each => each.tone === tone));
+  const more = problems.length > 1 ? `, and ${problems.length - 1} more` : "";
+  if (problems.length) condition(`${problems[0].name}: ${problems[0].title}${more}`, problems[0].tone);
+  else if (hosts.length) condition("All is well", "ok");
+  else condition("No host is configured", "idle");
+  list($("problems"), more ? problems : [], "problem", (parts, each, node) => {
+    node.className = each.tone;
+    put(parts.link, `${each.name}: ${each.title}`);
+    if (each.name in view.hosts) parts.link.href = "#" + encodeURIComponent(`host-${each.name}`);
+  }, each => `${each.name} ${each.title}`);
+  const ready = hosts.filter(host => host.state === "ready").length;
+  put($("summary"), `${ready} of ${hosts.length} hosts ready, ${sum("in_flight")} in flight, ${sum("queued")} queued`);
+  put($("about"), `${view.version} · ${view.sha256.slice(0, 7)} ·`);
+  clock($("started"), view.started, "running for {}");
+}
+
+function drawHost(parts, {name, host, proxy}, card) {
+  const {agent, verdict, waits} = host, told = alerts(host), devices = host.gpu?.devices || [];
+  card.id = `host-${name}`;
+  card.className = `panel host ${told.find(each => each.tone !== "busy")?.tone || ""}`;
+  put(parts.name, name);
+  state(parts.state, host.state);
+  const unit = host.unit_state && host.unit_state !== "running" ? `, unit ${host.unit_state}` : "";
+  put(parts.engine, (host.engine || "no engine") + unit);
+  clock(parts.since, host.since, "· for {}");
+  list(parts.alerts, told, "alert", (parts, each, node) => {
+    node.className = each.tone;
+    put(parts.title, each.title);
+    put(parts.text, each.text);
+    texts(parts.times, each.times);
+  }, each => each.title);
+
+  const row = (part, visible) => show(part.closest("dl > div"), visible);
+  put(parts.load, host.in_flight || host.queued ? `${host.in_flight} in flight, ${host.queued} queued` : "none");
+  clock(parts.used, host.last_request, "(last {} ago)");
+  const owners = host.owners.filter(owner => owner.kind !== "wait" || !waits.length);
+  const nobody = TONES[host.state] === "bad" ? "not known" : host.engine ? `${host.engine}, ours` : "nobody";
+  texts(parts.owners, owners.length ? owners.map(({text, since}) => ({text, since, form: "for {}"})) : [{text: nobody}]);
+  row(parts.waits, waits.length);
+  texts(parts.waits, waits.map(({job, since, pid, comm}) => (
+    {text: job + (pid ? `, behind ${comm || "a process"} pid ${pid}` : ""), since, form: "for {}"})));
+  row(parts.verdict, verdict);
+  put(parts.verdict, {gpu: "on the GPU", cpu: "on the CPU"}[verdict?.value] || "not known where");
+  show(parts.evidence.parentNode, verdict?.evidence?.length);
+  texts(parts.evidence, (verdict?.evidence || []).map(text => ({text})));
+  row(parts.devices, devices.length);
+  list(parts.devices, devices.map(device => ({...device, host: name, several: devices.length > 1})), "device", drawDevice);
+  const copy = agent && agent.sha256 !== proxy ? ", not the proxy's copy" : "";
+  put(parts.agent, agent ? `agent ${agent.version} · ${(agent.sha256 || "").slice(0, 7)}${copy}` : "no agent has answered");
+  clock(parts.tick, host.last_tick, "looked at {} ago");
+}
+
+function drawDevice(parts, {index, name, total, used, unified, host, several}) {
+  const GiB = bytes => (bytes / 2 ** 30).toFixed(1), known = total && used != null;
+  const text = known ? `${GiB(used)} of ${GiB(total)} GiB` : used == null ? "not reported" : `${GiB(used)} GiB used`;
+  put(parts.name, (several ? `${index} ` : "") + (name || "GPU") + (unified ? " (unified)" : ""));
+  put(parts.text, text);
+  show(parts.bar, known);
+  if (!known) return;
+  const aria = {label: `Memory of GPU ${index} of ${host}`, valuemax: total, valuenow: used, valuetext: text};
+  for (const [name, value] of Object.entries(aria)) parts.bar.setAttribute(`aria-${name}`, value);
+  parts.fill.style.width = `${Math.min(100, 100 * used / total)}%`;
+}
+
+function drawRequest(parts, one) {
+  put(parts.model, one.model);
+  put(parts.where, `${one.host} · ${one.path}`);
+  put(parts.rate, one.rate == null ? (one.queued ? "queued" : "waiting") : `${one.rate.toFixed(1)} tok/s`);
+  put(parts.spent, (one.tokens ? `${one.tokens.toLocaleString()} tokens · ` : "") + age(one.age));
+}
+
+const busy = new Set(), refusals = new Map();  // by model: a click is under way; why the last one failed
+
+function drawModels(models) {
+  const all = Object.entries(models).map(([name, model]) => ({name, ...model})).sort((a, b) => a.name.localeCompare(b.name));
+  const hosts = [...new Set(all.map(model => model.host))].sort();
+  const rows = hosts.flatMap(host => [{name: host, template: "group"}, ...all.filter(model => model.host === host)]);
+  list($("models"), rows, "model", drawModel, row => `${row.template} ${row.name}`);
+}
+
+function drawModel(parts, model) {
+  const {name} = model, {button} = parts, waits = Boolean(busy.has(name) || moves(model));
+  const verb = ["unloaded", "loading", "failed"].includes(model.state) ? "Load" : "Unload";
+  put(parts.name, name);
+  if (model.template === "group") return;
+  put(parts.engine, model.engine);
+  state(parts.state, model.state);
+  put(parts.error, refusals.get(name));
+  put(button, waits ? `${verb}ing…` : verb);
+  button.setAttribute("aria-label", `${button.textContent} ${name}`);
+  button.setAttribute("aria-disabled", waits);  // `disabled` would lose the focus
+  button.onclick = () => waits || change(verb.toLowerCase(), name);
+}
+
+function drawHistory({rates, handbacks}) {
+  const models = [...new Set(rates.map(one => one.model))].sort();
+  list($("rates"), models, "rate", (parts, model) => {
+    const values = rates.filter(one => one.model === model).map(one => one.rate), last = values.at(-1);
+    const low = Math.min(...values).toFixed(1), top = Math.max(...values, 1), step = 100 / Math.max(1, values.length - 1);
+    const points = values.map((rate, n) => [100 - step * (values.length - 1 - n), 23 - 22 * rate / top]);
+    put(parts.model, model);
+    put(parts.text, `${last.toFixed(1)} tok/s`);
+    parts.curve.setAttribute("points", points.join(" "));
+    parts.last.setAttribute("d", `M${points.at(-1)}h0`);
+    parts.svg.setAttribute("aria-label", `the last ${values.length} answers, from ${low} to ${top.toFixed(1)} tokens per second`);
+  }, model => model);
+  list($("handbacks"), handbacks.slice(-10).reverse(), "handback", (parts, {host, job, time, seconds}) => {
+    put(parts.job, `${host}: ${job || "a waiting job"}`);
+    put(parts.text, `after ${seconds < 60 ? `${seconds.toFixed(1)}s` : age(seconds)}`);
+    parts.text.title = local(time);
+  });
+}
+
+function draw(view) {
+  const {requests, history} = view, hosts = Object.entries(view.hosts).sort(([a], [b]) => a.localeCompare(b));
+  document.body.classList.remove("stale");
+  show(document.querySelector("main"), true);
+  drawTop(view);
+  list($("hosts"), hosts.map(([name, host]) => ({name, host, proxy: view.sha256})), "host", drawHost, ({name}) => name);
+  drawModels(view.models);
+  show($("requests").parentNode, requests);
+  show($("rates").parentNode, history);
+  if (requests) list($("requests"), requests, "request", drawRequest);
+  if (history) drawHistory(history);
+}
+
+// ---- Looking: every five seconds, every second while something moves, never while nobody sees it.
+
+let shown = null, timer, looking = false, again = false;
+
+async function refresh() {
+  clearTimeout(timer);
+  again = looking;
+  if (looking || document.hidden) return;
+  looking = true;
+  try {
+    const reply = await ask("status", {limit: 10000});
+    const view = await reply.json(), off = Date.parse(reply.headers.get("Date")) - Date.now();
+    if (Math.abs(off - skew) > 2000) skew = off;  // the header knows only whole seconds
+    draw(view);
+    shown = view;
+  } catch (error) {
+    condition("The proxy does not answer", "bad");
+    put($("summary"), `${error.message}. ${shown ? "Below is the last that it said." : ""}`);
+    document.body.classList.add("stale");
+  }
+  looking = false;
+  const lively = busy.size || (shown && [...Object.values(shown.hosts), ...Object.values(shown.models)].some(moves));
+  timer = setTimeout(refresh, again ? 0 : lively ? 1000 : 5000);
+}
+
+async function change(verb, model) {
+  busy.add(model);
+  drawModels(shown.models);
+  try {
+    const headers = {"Content-Type": "application/json"};
+    await ask(`models/${verb}`, {role: "admin", method: "POST", headers, body: JSON.stringify({model})});
+    refusals.delete(model);
+  } catch (error) {
+    refusals.set(model, error.message);
+  }
+  busy.delete(model);
+  drawModels(shown.models);
+  refresh();
+}
+
+// ---- Events. Read by fetch, because EventSource can't send a key.
+
+const SAY = {
+  model_status: (data, model) => `${model} is ${data.status}`,
+  engine_started: data => `engine ${data.engine} is up`,
+  engine_stopped: data => `engine ${data.engine} ${data.failed ? "failed" : "stopped"}`,
+  release: data => `engine ${data.engine} is released for ${data.job || "a waiting job"}`,
+  handover: data => `the GPU is handed to ${data.job || "a waiting job"}`,
+  owner: data => data.owners?.length ? `held: ${data.owners.map(owner => owner.text).join("; ")}` : "nobody else holds the GPU",
+  stop_error: data => data.error ? `stop not proven: ${data.error}` : "no stop is unproven any more",
+  cpu_fallback: data => `engine ${data.engine} runs on the CPU${data.degraded ? ", still after a restart" : ""}`,
+};
+const happened = [];
+
+function take({event, model, data = {}}) {
+  const said = SAY[event]?.(data, model) || [model, String(event).replaceAll("_", " "), data.status || data.text].join(" ");
+  const text = data.host && !model ? `${data.host}: ${said}` : said;
+  const tone = data.error || data.failed || event === "cpu_fallback" ? "bad" : "";
+  happened.unshift({text, tone, time: new Date(), key: (happened[0]?.key || 0) + 1});
+  happened.splice(50);
+  list($("events"), happened, "event", (parts, each) => {
+    put(parts.time, each.time.toLocaleTimeString([], {hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23"}));
+    put(parts.text, each.text);
+    parts.text.className = each.tone;
+  }, each => each.key);
+}
+
+// Takes events until the stream ends. The proxy pings, so a minute of silence is a dead connection.
+async function listen(onLife) {
+  const stop = new AbortController();
+  const reply = await ask("models/sse", {headers: {Accept: "text/event-stream"}, signal: stop.signal});
+  const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+  state($("line"), "live", "ok");
+  refresh();
+  for (let rest = "", data = [];;) {
+    const silence = setTimeout(() => stop.abort(), 60000);
+    const {value, done} = await reader.read().finally(() => clearTimeout(silence));
+    if (done) return;
+    onLife();
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines.map(each => each.trimEnd())) {
+      if (line.startsWith("data:")) data.push(line.slice(5));
+      else if (!line && data.length) {
+        take(JSON.parse(data.splice(0).join("\n")));
+        refresh();
+      }
+    }
+  }
+}
+
+async function follow() {
+  for (let pause = 1; ; pause = Math.min(2 * pause, 30)) {
+    await listen(() => { pause = 1; }).catch(() => {});
+    state($("line"), "not live, trying again", "warn");
+    await new Promise(resolve => setTimeout(resolve, 1000 * pause));
+  }
+}
+
+document.addEventListener("visibilitychange", refresh);
+setInterval(() => document.querySelectorAll("time[data-form]").forEach(tell), 1000);
+refresh().then(follow);
+</script>
+</html>
 """
 
 
@@ -8643,18 +9173,26 @@ def status_command(options: Any) -> int:
         return 3
     if options.json:
         print(json.dumps(status, indent=1))
-    lines, worst, reasons = [], 0, []
+    lines, highest = [], OK
+    reasons: list[str] = []
     for name, host in status["hosts"].items():
         level, facts = _host_facts(host)
-        lines.append(printable(f"{name}: {'; '.join(facts)}"))
-        if level:
-            reasons.append(lines[-1])
-        worst = max(worst, level)
+        text = printable("; ".join(facts))
+        lines.append(f"{coloured(name, level)}: {text}")
+        if level >= highest and level:
+            reasons[:0] = [f"{name}: {text}"] if level > highest else []
+        highest = max(highest, level)
     counts = f"{len(status['hosts'])} hosts, {len(status['models'])} models"
     if not options.json:
-        print(f"{('OK', 'WARNING', 'CRITICAL')[worst]} - {reasons[0] if reasons else counts}")
+        print(f"{coloured(WORDS[highest], highest)} - {reasons[0] if reasons else counts}")
         print("\n".join(lines))
-    return worst
+    return highest
+
+
+def coloured(text: str, level: int) -> str:
+    """In the colour of a level on a terminal, unless $NO_COLOR (https://no-color.org) says not to."""
+    plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return printable(text) if plain else f"\x1b[{(32, 33, 31, 35)[level]}m{printable(text)}\x1b[0m"
 
 
 def _host_facts(host: dict[str, Any]) -> tuple[int, list[str]]:
@@ -8961,88 +9499,170 @@ def _argument(read: Callable[[str], Any], text: str) -> Any:
 
 
 def _parser() -> Any:
+    """The whole command line. Each command's help fits a screen, and ends with an example."""
     import argparse
 
     class Parser(argparse.ArgumentParser):
+        def __init__(self, *args: Any, examples: Iterable[str] = (), **more: Any) -> None:
+            more["formatter_class"] = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=26)
+            if examples:
+                more["epilog"] = "\n".join(["examples:", *(f"  llmguard.py {example}" for example in examples)])
+            super().__init__(*args, **more)
+
         def error(self, message: str) -> Any:
             raise UsageError(f"{message} (see {self.prog} --help)")
 
     parser = Parser(
         prog="llmguard.py",
         description="Keeps local LLM boxes honest.",
-        epilog="Exit codes: check, status, probe, watch 0 OK, 1 warning or healed, 2 critical, 3 unknown; the others sysexits.",
+        epilog="Exit codes: check, status, probe, watch 0 OK, 1 warning or healed, 2 critical, 3\nunknown; the others sysexits.",
     )
     parser.add_argument("--version", action="store_true", help="version and the hash of this very file")
     parser.add_argument("--state-dir", metavar="DIR", help="where state files are kept")
+    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of the log on stderr (text)")
     parser.add_argument("-v", "--verbose", action="store_true", help="log more")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    def add(to: Any, name: str, run: Callable[[Any], int], about: str, *examples: str, parents: Iterable[Any] = ()) -> Any:
+        sentence = about[:1].upper() + about[1:] + "."
+        made = to.add_parser(name, help=about, description=sentence, parents=parents, examples=examples)
+        made.set_defaults(run=run)
+        return made
+
     common = Parser(add_help=False)
     common.add_argument("-c", "--config", metavar="FILE", help="configuration, .toml or .json")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    serving = commands.add_parser("serve", parents=[common], help="the proxy")
-    serving.add_argument("--listen", metavar="HOST:PORT", help="instead of proxy.listen")
-    serving.set_defaults(run=serve)
-    commands.add_parser("check", parents=[common], help="read the configuration, reach every host").set_defaults(run=check)
     asking = Parser(add_help=False, parents=[common])
-    asking.add_argument("--url", help="the proxy, http://HOST:PORT (default: proxy.listen)")
-    asking.add_argument("--key", help="API key (default: $LLMGUARD_API_KEY, or from the configuration)")
-    status = commands.add_parser("status", parents=[asking], help="what the proxy does now; a Nagios line and exit code")
+    asking.add_argument("--url", help="http://HOST:PORT (default: proxy.listen)")
+    asking.add_argument("--key", help="API key (or $LLMGUARD_API_KEY, the configuration's)")
+
+    serving = add(commands, "serve", serve, "the proxy", "serve -c llmguard.toml", parents=[common])
+    serving.add_argument("--listen", metavar="HOST:PORT", help="instead of proxy.listen")
+    add(commands, "check", check, "read the configuration, reach every host", "check -c llmguard.toml", parents=[common])
+    about = "what the proxy does now; a Nagios line and exit code"
+    status = add(commands, "status", status_command, about, "status", "status --json --url http://box:8080", parents=[asking])
     status.add_argument("--json", action="store_true", help="all of /status")
-    status.set_defaults(run=status_command)
+
     telling = Parser(add_help=False, parents=[asking])
     telling.add_argument("--json", action="store_true", help="print all of it as JSON")
     telling.add_argument("-q", "--quiet", action="store_true", help="print nothing while all is well")
     telling.add_argument("--dry-run", action="store_true", help="look and tell, change nothing")
     telling.add_argument("--force", action="store_true", help="also where somebody may use the model")
-    telling.add_argument("--textfile", metavar="FILE.prom", help="for the node_exporter's textfile collector")
-    telling.add_argument("--on-alert", metavar="COMMAND", help="run when the result changed; the report on its stdin")
-    telling.add_argument("--ping", metavar="URL", help="healthchecks.io and its like: URL, or URL/fail")
-    probing = commands.add_parser("probe", parents=[telling], help="time each model, heal what fell back to the CPU")
+    telling.add_argument("--textfile", metavar="FILE", help="FILE.prom for the node_exporter")
+    telling.add_argument("--on-alert", metavar="COMMAND", help="run when the result changed, report on stdin")
+    telling.add_argument("--ping", metavar="URL", help="healthchecks.io and its like: URL, URL/fail")
+    probing = add(
+        commands, "probe", probe_command, "time each model, heal what fell back to the CPU",
+        "probe --url http://box:8080 qwen3.6-27b",
+        "probe --url http://box:8080 --if-changed config.yaml qwen3.6-27b",
+        parents=[telling],
+    )  # fmt: skip
+    probing.usage = "llmguard.py probe [options] [MODEL ...]"
     probing.add_argument("models", nargs="*", metavar="MODEL", help="default: what is loaded now")
-    probing.add_argument("--max-wall", type=_seconds, metavar="TIME", help="longest healthy time (40s without a baseline)")
+    probing.add_argument("--max-wall", type=_seconds, metavar="TIME", help="longest healthy time (40s, or a baseline)")
     probing.add_argument("--wait", type=_seconds, default=120.0, metavar="TIME", help="for a model in use (2m)")
-    probing.add_argument("--if-changed", action="append", metavar="FILE", help="only when it, or the server's start, changed")
+    probing.add_argument("--if-changed", action="append", metavar="FILE", help="only when it, or the server, changed")
     probing.add_argument("--no-heal", action="store_true", help="unload nothing")
-    probing.set_defaults(run=probe_command)
-    watching = commands.add_parser("watch", parents=[telling], help="judge fresh servers of llama-swap or llmguard on this box")
-    watching.add_argument("--for", dest="seconds", type=_seconds, default=0.0, metavar="TIME", help="go on so long (cron: 55s)")
-    watching.add_argument("--loop", action="store_true", help="go on for ever, as a service")
+    watching = add(
+        commands, "watch", watch_command, "judge fresh servers of llama-swap or llmguard on this box",
+        "watch --url http://127.0.0.1:8080 --for 50s --quiet   # cron",
+        "watch --url http://127.0.0.1:8080 --loop              # a service",
+        parents=[telling],
+    )  # fmt: skip
+    watching.usage = "llmguard.py watch [options]"
+    watching.add_argument("--for", dest="seconds", type=_seconds, default=0.0, metavar="TIME", help="go on for so long")
+    watching.add_argument("--loop", action="store_true", help="go on for ever")
     watching.add_argument("--every", type=_seconds, default=EVERY, metavar="TIME", help="between two passes (10s)")
-    watching.add_argument(
-        "--max-rss", type=_model_size, action="append", metavar="[MODEL=]SIZE", help="healthy VmRSS (8GiB, less if small)"
-    )
+    limit = {"type": _model_size, "action": "append", "metavar": "[M=]SIZE"}
+    watching.add_argument("--max-rss", **limit, help="healthy VmRSS (8GiB; M: of that model)")
     watching.add_argument("--vram-low", type=_bytes, default=VRAM_LOW, metavar="SIZE", help="in use when drained (1GiB)")
-    watching.add_argument("--llama-swap-config", metavar="FILE", help="default: as llama-swap's command line says")
+    watching.add_argument("--llama-swap-config", metavar="FILE", help="default: by its command line")
     watching.add_argument("--no-respawn", action="store_true", help="load nothing again after a reload")
-    watching.set_defaults(run=watch_command)
+
     model = commands.add_parser("model", help="list, load and unload models")
     verbs = model.add_subparsers(dest="verb", metavar="list|load|unload", required=True)
-    verbs.add_parser("list", parents=[asking], help="all models and their state").set_defaults(run=model_list_command)
-    for verb, run_it, text in (
-        ("load", model_load_command, "start the engine of a model"),
+    add(verbs, "list", model_list_command, "all models and their state", "model list", parents=[asking])
+    for verb, run_it, about in (
+        ("load", model_load_command, "start the engine of a model, and wait until it serves"),
         ("unload", model_unload_command, "stop it once nothing runs on it"),
     ):
-        one = verbs.add_parser(verb, parents=[asking], help=text)
-        one.add_argument("name", metavar="NAME")
-        one.set_defaults(run=run_it)
-    engine = commands.add_parser("engine", help="install, status, start and stop on one host, without the proxy")
+        add(verbs, verb, run_it, about, f"model {verb} small", parents=[asking]).add_argument("name", metavar="NAME")
+    engine = commands.add_parser("engine", help="install, status, start, stop on one host, without the proxy")
     verbs = engine.add_subparsers(dest="verb", metavar="install|status|start|stop", required=True)
-    for verb, run_it, text in (
+    for verb, run_it, about in (
         ("install", engine_install_command, "copy this file to the box; starts nothing"),
         ("status", engine_status_command, "what runs there, and who holds the GPU"),
         ("start", engine_start_command, "start an engine, unless somebody else holds the GPU"),
         ("stop", engine_stop_command, "stop every engine of ours, and prove that it is gone"),
     ):
-        one = verbs.add_parser(verb, parents=[common], help=text)
+        more = " mainline" if verb == "start" else ""
+        one = add(verbs, verb, run_it, about, f"engine {verb} a9{more}", parents=[common])
         one.add_argument("host", metavar="HOST")
-        if verb == "start":
+        if more:
             one.add_argument("engine", metavar="ENGINE")
-        one.set_defaults(run=run_it)
-    agent = commands.add_parser("agent", help="answer one request about this box (started by the proxy)")
+    run_agent = lambda options: agent_main(state_folder(options.state_dir), options.mode or "")
+    agent = add(commands, "agent", run_agent, "answer one request about this box (started by the proxy)")
     modes = agent.add_mutually_exclusive_group()
     modes.add_argument("--follow", dest="mode", action="store_const", const="follow", help="stay, and tell each change")
     modes.add_argument("--receive", dest="mode", action="store_const", const="receive", help="take a new copy of this file")
-    agent.set_defaults(run=lambda options: agent_main(state_folder(options.state_dir), options.mode or ""))
+    run_completion = lambda options: print(completion(parser, options.shell)) or OK
+    about = "print what makes a shell complete these words"
+    shell = add(commands, "completion", run_completion, about, 'completion bash >> ~/.bashrc')
+    shell.add_argument("shell", choices=sorted(_COMPLETION))
     return parser
+
+
+# ----- completion
+
+_COMPLETION = {  # shell -> (before, a line for each place, after); a place is the words before the one that is completed
+    "bash": (
+        """_llmguard() {
+  local at="${COMP_WORDS[*]:1:COMP_CWORD-1}" words="" word=${COMP_WORDS[COMP_CWORD]}
+  case "$at" in""",
+        '    "%(place)s"*) words="%(words)s" ;;',
+        """  esac
+  COMPREPLY=($(compgen -W "$words" -- "$word"))
+  [ ${#COMPREPLY[@]} -gt 0 ] || COMPREPLY=($(compgen -f -- "$word"))
+}
+complete -o filenames -F _llmguard llmguard.py llmguard""",
+    ),
+    "zsh": (
+        """#compdef llmguard.py llmguard
+_llmguard() {
+  local at="${words[2,CURRENT-1]}"
+  case "$at" in""",
+        '    "%(place)s"*) compadd -- %(words)s; _files ;;',
+        """  esac
+}
+compdef _llmguard llmguard.py llmguard""",
+    ),
+    "fish": (
+        """function __llmguard_at
+  set -l words (commandline -opc)
+  string match -q -- "$argv[1]*" "$words[2..]"
+end""",
+        "complete -c llmguard.py -n '__llmguard_at \"%(place)s\"' -a '%(words)s'",
+        "complete -c llmguard -w llmguard.py",
+    ),
+}
+
+
+def completion(parser: Any, shell: str) -> str:
+    """A completion script, made from the parser itself. The longest place comes first."""
+
+    def places(of: Any, place: str) -> Iterator[tuple[str, list[str]]]:
+        words = []
+        for action in of._actions:  # argparse tells them in no other way
+            words += [option for option in action.option_strings if option.startswith("--")]
+            for name, below in (action.choices.items() if isinstance(action.choices, dict) else ()):
+                words.append(name)
+                yield from places(below, f"{place} {name}".strip())
+            if not isinstance(action.choices, dict):
+                words += [str(choice) for choice in action.choices or () if not action.option_strings]
+        yield place, words
+
+    before, line, after = _COMPLETION[shell]
+    found = sorted(places(parser, ""), key=lambda entry: -len(entry[0]))
+    return "\n".join([before, *(line % {"place": place, "words": " ".join(words)} for place, words in found), after])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -9054,7 +9674,7 @@ def main(argv: list[str] | None = None) -> int:
     except UsageError as error:
         sys.stderr.write(f"{error}\n")
         return UNKNOWN if any(word in GUARDS for word in words) else error.exit_code
-    log.verbose = options.verbose
+    log.verbose, log.json = options.verbose, options.log_format == "json"
     if options.version:
         print(f"llmguard {__version__} {own_hash()[:12]}")
         return 0

@@ -584,7 +584,7 @@ class World:
     def in_use(self, engine: str) -> bool:
         return engine in self.busy_engines()
 
-    def log(self, text: str) -> None:
+    def log(self, text: str, priority: int = llmguard.INFO) -> None:
         self.note("proxy: " + text)
         if text.endswith(STOPPED) and self.left:
             self.fail(f"it says {text!r} while {self.left} was there when the stop ended")

@@ -1035,4 +1035,4 @@ def test_nothing_is_left_over_when_all_is_done(front):
     with Client(proxy, post(CHAT, close=False)):
         pass
     eventually(lambda: not proxy._connections, "all connections are let go")
-    assert proxy.counters.in_flight == {"small": 0}
+    assert proxy.counters.in_flight() == {"small": 0} and not proxy.counters.running

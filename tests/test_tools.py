@@ -504,7 +504,7 @@ def test_an_event_is_one_stamped_line_whatever_is_in_it(tmp_path):
 
 
 def test_journald_stamps_by_itself():
-    assert logging("log('a')", subprocess.PIPE, JOURNAL_STREAM="8:1").stderr == b"a\n"
+    assert logging("log('a')", subprocess.PIPE, JOURNAL_STREAM="8:1").stderr == b"<6>a\n", "and reads the priority"
 
 
 def test_debug_lines_come_only_when_asked_for():
