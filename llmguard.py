@@ -9638,7 +9638,10 @@ compdef _llmguard llmguard.py llmguard""",
     "fish": (
         """function __llmguard_at
   set -l words (commandline -opc)
-  string match -q -- "$argv[1]*" "$words[2..]"
+  for place in %(places)s
+    string match -q -- "$place*" "$words[2..]"; and break
+  end
+  test "$place" = "$argv[1]"
 end""",
         "complete -c llmguard.py -n '__llmguard_at \"%(place)s\"' -a '%(words)s'",
         "complete -c llmguard -w llmguard.py",
@@ -9662,7 +9665,8 @@ def completion(parser: Any, shell: str) -> str:
 
     before, line, after = _COMPLETION[shell]
     found = sorted(places(parser, ""), key=lambda entry: -len(entry[0]))
-    return "\n".join([before, *(line % {"place": place, "words": " ".join(words)} for place, words in found), after])
+    begin = before % {"places": " ".join(f"'{place}'" for place, _ in found)}
+    return "\n".join([begin, *(line % {"place": place, "words": " ".join(words)} for place, words in found), after])
 
 
 def main(argv: list[str] | None = None) -> int:
