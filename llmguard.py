@@ -4207,6 +4207,18 @@ def start_words(path: str) -> str:
     return f"import sys; sys.path[:1] = [{folder!r}]; import {name[:-3]} as copy; sys.exit(copy.main())"
 
 
+def importable(path: str) -> bool:
+    """Has it a module's name? Somebody may have given it another."""
+    return re.fullmatch(r"[a-z_]+\.py", os.path.basename(path)) is not None
+
+
+def interpreter() -> list[str]:
+    """This very Python, with the options that it was started with."""
+    import subprocess
+
+    return [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
+
+
 class Remote:
     """The line to one host's agent."""
 
@@ -4287,8 +4299,7 @@ class Remote:
 
     def _agent_here(self) -> list[str]:
         path = os.path.abspath(__file__)
-        importable = re.fullmatch(r"[a-z_]+\.py", os.path.basename(path))  # else somebody gave it another name
-        program = ("-E", "-s", "-c", start_words(path)) if importable else ("-I", path)
+        program = ("-E", "-s", "-c", start_words(path)) if importable(path) else ("-I", path)
         return [sys.executable, *program, "--state-dir", self.folder, "agent"]
 
     def _agent_there(self, command: str) -> str:
@@ -9695,5 +9706,24 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
+def stays(words: list[str]) -> bool:
+    """Is this a command that runs for long?"""
+    return "serve" in words or "--loop" in words
+
+
+def become_imported() -> None:
+    """Start again, in this very process, from the compiled file: to compile it takes 25 MiB that are never given back."""
+    import py_compile
+
+    path = os.path.abspath(__file__)
+    try:
+        py_compile.compile(path, quiet=2)
+    except OSError:
+        return  # there is no place for it
+    os.execv(sys.executable, [*interpreter(), "-c", start_words(path) + "  # llmguard.py", *sys.argv[1:]])
+
+
 if __name__ == "__main__":
+    if stays(sys.argv[1:]) and importable(__file__):
+        become_imported()
     sys.exit(main())

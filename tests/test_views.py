@@ -229,8 +229,9 @@ def test_systemd_is_told_when_it_is_ready_alive_and_stopping(tmp_path, stub_engi
     assert service.told("READY=1").splitlines() == ["READY=1", "STATUS=1 hosts"]
     assert "STATUS=1 hosts, 0 requests in flight" in service.told("WATCHDOG=1")
     service.process.send_signal(signal.SIGTERM)
-    assert service.told("STOPPING=1")
-    assert service.end() == 0
+    assert service.told("STOPPING=1") and service.process.wait(PATIENCE) == 0
+    service.process.stderr.close()
+    service.notified.close()
 
 
 def test_a_restart_under_load_drops_no_connection_when_systemd_holds_the_socket(tmp_path, stub_engine):
