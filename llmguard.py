@@ -46,13 +46,13 @@ import sys
 import threading
 import time
 from collections import deque
-from dataclasses import MISSING, dataclass, field, replace
-from dataclasses import fields as dataclass_fields
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 TYPE_CHECKING = False  # typing itself costs more start-up time than a cron job should pay
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
+    from dataclasses import MISSING, dataclass, field, replace
+    from dataclasses import fields as dataclass_fields
     from typing import Any
 
     Run = Callable[[list[str], float], tuple[int | None, str, str]]
@@ -296,6 +296,67 @@ class DeadlinePassed(GuardError):
 # ======================================================================================================================
 # 2  Small tools
 # ======================================================================================================================
+
+# ----- records
+
+if not TYPE_CHECKING:  # for a type checker this is the standard library's dataclasses, and so it is to a reader
+    # The module itself takes 40 ms of every start, four times a whole `python3 -c pass`: it imports inspect, and compiles up to
+    # six methods for each class. An agent, and a watch from cron, live for less.
+
+    MISSING = object()
+
+    class field:
+        def __init__(self, *, default=MISSING, default_factory=MISSING, metadata=None):
+            self.name, self.default, self.make, self.metadata = "", default, default_factory, metadata or {}
+
+    def dataclass(kind=None, *, frozen=False):
+        """__init__, ==, repr and, where it is frozen, a hash, of the attributes that have an annotation. That a frozen one is
+        not changed is left to the type checker."""
+        if kind is None:
+            return lambda kind: dataclass(kind, frozen=frozen)
+        known = dict(getattr(kind, "__fields__", {}))
+        own = vars(kind).get("__annotations__", {}) if sys.version_info < (3, 14) else kind.__annotations__
+        for name in own:
+            value = vars(kind).get(name, MISSING)
+            known[name] = value if isinstance(value, field) else field(default=value)
+            known[name].name = name
+            if known[name].default is not MISSING:
+                setattr(kind, name, known[name].default)
+            elif value is not MISSING:
+                delattr(kind, name)
+        defaults = {name: one.default for name, one in known.items() if one.default is not MISSING}
+        makers = {name: one.make for name, one in known.items() if one.make is not MISSING}
+
+        def __init__(self, *args, **given):
+            values = {**defaults, **dict(zip(known, args)), **given}
+            for name, make in makers.items():
+                if name not in values:
+                    values[name] = make()
+            if values.keys() != known.keys() or len(args) > len(known):
+                wrong = ", ".join(sorted(values.keys() ^ known.keys())) or "too many"
+                raise TypeError(f"{kind.__name__}: missing or unknown: {wrong}")
+            self.__dict__.update(values)
+
+        def values_of(self):
+            return tuple([self.__dict__[name] for name in known])
+
+        def __eq__(self, other):
+            return values_of(self) == values_of(other) if other.__class__ is self.__class__ else NotImplemented
+
+        def __repr__(self):
+            return f"{kind.__name__}({', '.join(f'{name}={self.__dict__[name]!r}' for name in known)})"
+
+        kind.__fields__, kind.__init__, kind.__eq__, kind.__repr__ = known, __init__, __eq__, __repr__
+        kind.__hash__ = (lambda self: hash(values_of(self))) if frozen else None
+        return kind
+
+    def replace(record, **changes):
+        """A copy with some of its attributes changed."""
+        return type(record)(**{**{name: record.__dict__[name] for name in record.__fields__}, **changes})
+
+    def dataclass_fields(kind):
+        return kind.__fields__.values()
+
 
 # ----- durations and sizes
 
@@ -4299,11 +4360,11 @@ class Remote:
 
     def _agent_here(self) -> list[str]:
         path = os.path.abspath(__file__)
-        program = ("-E", "-s", "-c", start_words(path)) if importable(path) else ("-I", path)
+        program = ("-S", "-E", "-s", "-c", start_words(path)) if importable(path) else ("-I", path)
         return [sys.executable, *program, "--state-dir", self.folder, "agent"]
 
     def _agent_there(self, command: str) -> str:
-        return f'{self.host.python} -c "{start_words(INSTALLED)}" {command}'
+        return f'{self.host.python} -S -E -c "{start_words(INSTALLED)}" {command}'
 
     def _ssh_argv(self) -> list[str]:
         options = dict(SSH_OPTIONS, ControlPath=os.path.join(_socket_folder(), "%C"))
@@ -4435,7 +4496,7 @@ _SSH_TROUBLES = (
      "ssh is refused: put this machine's key into authorized_keys of {ssh}"),
     (r"can't open file|No such file or directory: '.*llmguard\.py'|No module named .?llmguard",
      "the agent is not installed on {host}: run `llmguard.py engine install {host}`"),
-    (r"needs Python 3\.9|future feature annotations is not defined",
+    (r"needs Python 3\.9|future feature annotations is not defined|SyntaxError: invalid syntax",
      "{python} on it is too old: name a Python 3.9 or later (python = …)"),
     (r"(?i)not found|unknown command|no such file", "there is no {python} on it: install one, or name it (python = …)"),
 )
@@ -8609,7 +8670,7 @@ def probe_report(server: ModelServer, results: list[Probed]) -> Report:
             report.metrics += [(metric, labels, value)] if value is not None else []
     models: dict[str, Any] = {}
     for result in results:
-        timings = {name: vars(value) for name in ("timing", "before") if (value := getattr(result, name))}
+        timings = {"timing": result.timing and vars(result.timing), "before": result.before and vars(result.before)}
         models[result.model] = {**vars(result), **timings}
     report.data = {"url": f"http://{server.address.authority}{server.address.base}", "server": server.kind, "models": models}
     return report
@@ -8941,7 +9002,7 @@ class Watch:
         if reading.problem or not cards or any(card.used is None for card in cards):
             return None
         rows = [row for card in cards for row in reading.on(card)]
-        living = {row.pid for row in rows if (found := self.box.process(row.pid)) and not found.ended}
+        living = {process.pid for process in self.box.living()}
         return max(0, sum(card.used or 0 for card in cards) - sum(row.bytes or 0 for row in rows if row.pid in living))
 
 
@@ -9713,11 +9774,14 @@ def stays(words: list[str]) -> bool:
 
 def become_imported() -> None:
     """Start again, in this very process, from the compiled file: to compile it takes 25 MiB that are never given back."""
+    import importlib.util
     import py_compile
 
     path = os.path.abspath(__file__)
+    compiled = importlib.util.cache_from_source(path)
     try:
-        py_compile.compile(path, quiet=2)
+        if not os.path.exists(compiled) or os.path.getmtime(compiled) < os.path.getmtime(path):
+            py_compile.compile(path, quiet=2)
     except OSError:
         return  # there is no place for it
     os.execv(sys.executable, [*interpreter(), "-c", start_words(path) + "  # llmguard.py", *sys.argv[1:]])

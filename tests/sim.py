@@ -18,7 +18,6 @@ import multiprocessing
 import random
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -45,7 +44,7 @@ from llmguard import (  # noqa: E402
     ProxyConfig,
     QueueReading,
     Ticket,
-    Wait,
+    Wait, dataclass, field,
 )
 
 GIB = 1 << 30

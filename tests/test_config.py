@@ -526,7 +526,7 @@ def test_toml_on_an_old_python_says_what_to_do(tmp_path, monkeypatch):
         load_config(write(tmp_path / "a.toml", ""))
 
 
-@pytest.mark.parametrize("path", sorted([*ROOT.glob("examples/*.toml"), *ROOT.glob("examples/*.json")]), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted([*ROOT.glob("examples/*.toml"), ROOT / "examples/minimal.json"]), ids=lambda path: path.name)
 def test_the_examples_load(path):
     if path.suffix == ".toml" and sys.version_info < (3, 11):
         pytest.skip("TOML needs Python 3.11")

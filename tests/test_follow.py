@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from parts import PATIENCE, ROOT, FakeClock, eventually, free_port
 from sim import PORTS, ToyAgent, ToyBox, Unit
 
 import llmguard
-from llmguard import Events, Host, HostConfig, ProxyConfig, Remote, follow
+from llmguard import Events, Host, HostConfig, ProxyConfig, Remote, follow, replace
 
 SINCE = "2026-10-25 16:57:34"
 JOB = "00-test.job"

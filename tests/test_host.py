@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 import threading
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,7 @@ from parts import PATIENCE, FakeClock, eventually
 
 import llmguard
 from llmguard import (
-    NEVER, AgentError, EngineConfig, EngineFailed, Events, GpuBusy, GuardError, Host, HostConfig, HostDown, ProxyConfig, UnknownModel,
+    NEVER, AgentError, EngineConfig, EngineFailed, Events, GpuBusy, GuardError, Host, HostConfig, HostDown, ProxyConfig, UnknownModel, replace,
 )
 
 GUARDS = ["gpu", "bench_port", "job_queue", "owner_check"]

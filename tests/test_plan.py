@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from llmguard import NEVER, Situation, Step, plan
+from llmguard import NEVER, Situation, Step, plan, replace
 
 NOW = 1000.0
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from parts import LLMGUARD, PATIENCE, FakeClock, eventually, free_port, llama_co
 from swap import Front, LlamaSwap, ToyGpu, text_of
 
 import llmguard
-from llmguard import CRITICAL, OK, UNKNOWN, WARNING, Address, Loaded, ModelServer, Prober, ProbeSettings, Timing, judge
+from llmguard import CRITICAL, OK, UNKNOWN, WARNING, Address, Loaded, ModelServer, Prober, ProbeSettings, Timing, judge, replace
 
 A, B = "small one", "org/b"
 CASES = Path(__file__).parent / "cases"

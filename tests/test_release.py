@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from parts import FakeClock, ask, eventually
 from sim import GIB, PORTS, ToyAgent, ToyBox, Unit
 
 import llmguard
-from llmguard import AgentError, EngineConfig, Events, GpuBusy, Host, HostBlocked, HostConfig, HostDown, Ledger, ProxyConfig
+from llmguard import AgentError, EngineConfig, Events, GpuBusy, Host, HostBlocked, HostConfig, HostDown, Ledger, ProxyConfig, replace
 
 JOB = "00-gpu-proxy-handback-test.job"
 MODEL = "a9-ornith15-35b-q8"

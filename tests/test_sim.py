@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
 
 import pytest
 import sim
 
 import llmguard
-from llmguard import Agent, Host
+from llmguard import Agent, Host, replace
 
 SCHEDULES = int(os.environ.get("LLMGUARD_SCHEDULES", "20000"))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from swap import MODELSERVER, ToyGpu
 from test_host import GUARDS, Bench, host_config
 
 import llmguard
-from llmguard import Address, Box, EngineApi, GpuProcess, GpuReading, Memory, Process, Told, told
+from llmguard import Address, Box, EngineApi, GpuProcess, GpuReading, Memory, Process, Told, told, replace
 
 GIB = 1 << 30
 HZ = os.sysconf("SC_CLK_TCK")

@@ -56,7 +56,8 @@ def test_install_over_an_older_file_names_it_and_leaves_nothing_beside_the_new_o
     a9.write(INSTALLED, older)
     assert "replaces " + hashlib.sha256(older.encode()).hexdigest()[:12] in operator.install(a9)
     assert sha256_there(a9) == own_hash()
-    assert a9.exec("llm", ["ls", str(Path(INSTALLED).parent)]).stdout.split() == ["llmguard.py"]
+    there = a9.exec("llm", ["ls", str(Path(INSTALLED).parent)]).stdout.split()
+    assert there in (["llmguard.py"], ["__pycache__", "llmguard.py"]), "and what Python keeps of it"
 
 
 def test_install_over_a_file_that_is_no_agent_at_all(operator, a9):
@@ -159,8 +160,8 @@ def without_python(box):
 
 def with_an_old_python(box):
     """A program that behaves as Python 3.8 does: llmguard.py needs 3.9."""
-    box.write("/usr/local/bin/old-python", "#!/usr/bin/python3\nimport runpy, sys\nsys.version_info = (3, 8, 10, 'final', 0)\n"
-              "runpy.run_path(sys.argv[1], run_name='__main__')\n", user="root", mode="755")
+    box.write("/usr/local/bin/old-python", "#!/usr/bin/python3\nimport sys\nsys.version_info = (3, 8, 10, 'final', 0)\n"
+              "exec(sys.argv[sys.argv.index('-c') + 1])\n", user="root", mode="755")
 
 
 def with_another_host_key(box):
