@@ -9743,8 +9743,10 @@ def completion(parser: Any, shell: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line -> exit code."""
-    parser = _parser()
     words = sys.argv[1:] if argv is None else argv
+    if words[-1:] == ["agent"] and words[:-1] in ([], ["--state-dir", *words[1:2]]):
+        return agent_main(state_folder(words[1] if words[1:] else None))  # each tick on each box: without argparse
+    parser = _parser()
     try:
         options = parser.parse_args(words)
     except UsageError as error:
