@@ -13,6 +13,7 @@ import re
 import socket
 import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 from parts import PATIENCE, Sent, Serving, Upstream, echo, eventually, raw, replies, url_config
@@ -840,6 +841,33 @@ ADMIN_PATHS = ["/models/load", "/models/unload", "/api/models/unload", "/api/mod
 def test_load_and_unload_need_an_admin_key(locked, path):
     assert only(locked, post(path, b'{"model":"unknown"}', CLOSE, "x-api-key: test-key")).status == 401
     assert only(locked, post(path, b'{"model":"unknown"}', CLOSE, "x-api-key: admin-key")).status != 401
+
+
+def readme_rights() -> list[tuple[str, str, bool]]:
+    """(METHOD /path, whose key, may he?) of each cell of README's table."""
+    text = (Path(llmguard.__file__).parent / "README.md").read_text()
+    rows = text.partition("| once both are set |")[2].partition("\n\n")[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    return [
+        (what, who, may == "yes")
+        for first, *may_they in cells
+        for what in re.findall("`([^`]+)`", first)
+        for who, may in zip(("no key", "test-key", "admin-key"), may_they)
+    ]
+
+
+@pytest.mark.parametrize(("what", "who", "may"), readme_rights())
+def test_readmes_table_of_rights_is_true(locked, what, who, may):
+    method, path = what.split()
+    fields = [] if who == "no key" else [f"x-api-key: {who}"]
+    body = b'{"model":"unknown"}' if method == "POST" else b""
+    request = b"%b %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n%bContent-Length: %d\r\n\r\n%b" % (
+        method.encode(), path.encode(), "".join(field + "\r\n" for field in fields).encode(), len(body), body,
+    )  # fmt: skip
+    with socket.create_connection(("127.0.0.1", locked.port), PATIENCE) as sock:
+        sock.sendall(request)
+        status = int(sock.makefile("rb").readline().split()[1])
+    assert (status != 401) is may
 
 
 @pytest.mark.parametrize("fields", [["Authorization: undefined"], ["Authorization: Bearer"], ["Authorization: Basic !!!"], []])
