@@ -8055,19 +8055,22 @@ class Tell:
         """`before`: the level of the last report, None when there was none: an alert is for what changed. Without `news`
         nothing is printed."""
         options = self.options
-        if not news:
-            pass
-        elif options.json:
-            print(json.dumps({"status": WORDS[report.level], "text": report.text, **report.data}, indent=1))
-        elif not (options.quiet and report.level == OK):
-            print("\n".join([report.first_line, *map(printable, report.lines)]))
-        sys.stdout.flush()
+        if news:
+            self.say(report)
         if options.textfile:
             self._textfile(options.textfile, report)
         if options.on_alert and report.level != (before or OK):
             self._alert(options.on_alert, report)
         if options.ping:
             self._ping(options.ping, report)
+
+    def say(self, report: Report) -> None:
+        """On stdout alone."""
+        if self.options.json:
+            print(json.dumps({"status": WORDS[report.level], "text": report.text, **report.data}, indent=1))
+        elif not (self.options.quiet and report.level == OK):
+            print("\n".join([report.first_line, *map(printable, report.lines)]))
+        sys.stdout.flush()
 
     def _textfile(self, path: str, report: Report) -> None:
         """For the node_exporter's textfile collector: renamed into place, since it may read at any time."""
@@ -9435,7 +9438,7 @@ def _guard(options: Any, what: str, wait: float, act: Callable[[ModelServer, Gua
         try:
             state.lock.acquire(wait)
         except AlreadyHeld as held:
-            tell(Report(OK, f"another {what} runs: {held.fields['holder']}"), None)
+            tell.say(Report(OK, f"another {what} runs: {held.fields['holder']}"))  # whose result it is, he tells
             return OK
         with state.lock:
             return act(ModelServer(client.address, client.key), state, tell)
@@ -9486,10 +9489,11 @@ def _probe_models(options: Any, server: ModelServer, known: dict[str, Any]) -> R
     signs = signs_of(options.if_changed or (), server, box, run_tool)
     if options.if_changed and last and same_signs(signs, _dict_of(last, "signs"), names):
         since, again = last.get("checked"), parse_timestamp(last.get("checked")) + STILL_BAD - now
+        metrics = [(str(name), dict(labels), float(value)) for name, labels, value in last.get("metrics") or ()]
         if last.get("good"):
-            return Report(OK, f"nothing changed since the last good probe at {since}")
+            return Report(OK, f"nothing changed since the last good probe at {since}", metrics=metrics)
         if last.get("level") == CRITICAL and again > 0:
-            return Report(CRITICAL, f"at {since}, asked again in {age(again)}: {last.get('text')}")
+            return Report(CRITICAL, f"at {since}, asked again in {age(again)}: {last.get('text')}", metrics=metrics)
 
     def progress(text: str) -> None:
         if sys.stderr.isatty():
@@ -9505,6 +9509,7 @@ def _probe_models(options: Any, server: ModelServer, known: dict[str, Any]) -> R
         signs = signs_of(options.if_changed or (), server, box, run_tool)  # the servers that were probed
         good = all(result.verdict in ("gpu", "healed") for result in results)
         run_now = {"signs": signs, "checked": timestamp(now), "level": report.level, "good": good, "text": report.text}
+        run_now = {**run_now, "metrics": report.metrics}  # a collector's series must not come and go
         known.update(models=models, runs={**runs, asked_for: run_now})
     return report
 

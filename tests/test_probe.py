@@ -427,6 +427,9 @@ def test_json_and_textfile(front):
     assert content["models"][A]["verdict"] == "gpu" and content["models"][A]["timing"]["tokens"] == 200
     metrics = (front.root / "probe.prom").read_text()
     assert 'llmguard_probe_wall_seconds{model="small one"} ' in metrics and "llmguard_probe_status 0\n" in metrics
+    for _ in range(2):
+        assert cli(front, A, "--if-changed", "swap.yaml", "--textfile", "again.prom").returncode == 0
+        assert 'llmguard_probe_wall_seconds{model="small one"} ' in (front.root / "again.prom").read_text(), "also when nothing changed"
 
 
 def test_nobody_there_is_critical(front, stub_engine):

@@ -550,7 +550,8 @@ def test_one_pass_from_cron_prints_one_nagios_line_and_keeps_its_state(stub):
 def test_two_never_overlap(stub):
     with llmguard.GuardState(str(stub.front.root / "state"), "watch", Address("127.0.0.1", stub.front.port)).lock:
         done = cli(stub, "watch", "--url", stub.front.url)
-        quiet = cli(stub, "watch", "--url", stub.front.url, "--quiet")
+        quiet = cli(stub, "watch", "--url", stub.front.url, "--quiet", "--textfile", "watch.prom")
+    assert not (stub.front.root / "watch.prom").exists(), "whose result it is, he tells"
     assert done.returncode == 0 and "OK - another watch runs: watch (pid" in done.stdout and quiet.stdout == ""
 
 
