@@ -9508,8 +9508,8 @@ def _probe_models(options: Any, server: ModelServer, known: dict[str, Any]) -> R
     if results and not options.dry_run:
         signs = signs_of(options.if_changed or (), server, box, run_tool)  # the servers that were probed
         good = all(result.verdict in ("gpu", "healed") for result in results)
-        run_now = {"signs": signs, "checked": timestamp(now), "level": report.level, "good": good, "text": report.text}
-        run_now = {**run_now, "metrics": report.metrics}  # a collector's series must not come and go
+        run_now: dict[str, Any] = {"signs": signs, "checked": timestamp(now), "level": report.level, "good": good}
+        run_now.update(text=report.text, metrics=report.metrics)  # a collector's series must not come and go
         known.update(models=models, runs={**runs, asked_for: run_now})
     return report
 
