@@ -255,13 +255,6 @@ class TooManyConnections(GuardError):
     type = "unavailable_error"
 
 
-class ShuttingDown(GuardError):
-    """this proxy is shutting down"""
-
-    status = 503
-    type = "unavailable_error"
-
-
 class AgentError(GuardError):
     """{problem}
 
@@ -5841,6 +5834,7 @@ class Host:
 # authorise, read the body, route, acquire, forward. Errors become a response in one place, Exchange.refuse.
 
 HEAD_PATIENCE = 10.0  # seconds for a whole header block, however it trickles
+FIRST_REQUEST = 2.0  # seconds that a proxy which drains gives a connection for its first request
 IDLE_PATIENCE = 120.0  # seconds that a connection may wait for its next request
 BODY_PATIENCE, BODY_RATE = 30.0, 16 * 1024  # a body may take that many seconds, and one more per BODY_RATE bytes
 IN_MEMORY = 8 << 20  # bytes of a request body kept in memory; larger ones go to a temp file
@@ -6187,8 +6181,6 @@ class Exchange:
                 self.keep = False
                 raise UpgradeRefused()
             else:
-                if self.proxy.draining:
-                    raise ShuttingDown()
                 if handler is None:
                     raise self.unknown_path()
                 self.receive()
@@ -6776,12 +6768,17 @@ class Counters:
 class Connection:
     """One client's connection, served by one thread."""
 
-    __slots__ = ("proxy", "wire", "idle_since")
+    __slots__ = ("proxy", "wire", "idle_since", "used")
 
     def __init__(self, proxy: Proxy, sock: socket.socket) -> None:
         self.proxy = proxy
         self.wire = Wire(sock)
         self.idle_since: float | None = None  # None: at work
+        self.used = False  # has it carried a request?
+
+    def may_go(self) -> bool:
+        """Is it idle, and may it be hung up while the proxy drains? Who has just connected has not asked yet."""
+        return self.idle_since is not None and (self.used or time.monotonic() - self.idle_since > FIRST_REQUEST)
 
     def serve(self) -> None:
         try:
@@ -6796,6 +6793,7 @@ class Connection:
         head = self._head()
         if not head:
             return False
+        self.used = True
         exchange = Exchange(self.proxy, self.wire, head)
         try:
             exchange.run()
@@ -6822,7 +6820,7 @@ class Connection:
         try:
             if not wire.buffer:
                 self.idle_since = time.monotonic()
-                if self.proxy.draining or not wire.fill(self.idle_since + IDLE_PATIENCE):
+                if (self.proxy.draining and self.used) or not wire.fill(self.idle_since + IDLE_PATIENCE):
                     return ""
                 self.idle_since = None
             deadline = time.monotonic() + HEAD_PATIENCE
@@ -7044,7 +7042,7 @@ class Proxy(socketserver.ThreadingTCPServer):
             with self._lock:
                 connections = list(self._connections)
             for connection in connections:
-                if connection.idle_since is not None:
+                if connection.may_go():
                     _hang_up(connection.wire.sock)
             if not connections:
                 return True

@@ -20,4 +20,4 @@ class Socket(socket.socket):
 
 socket.socket = Socket
 sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+sys.exit(runpy.run_path(sys.argv[0], run_name="llmguard")["main"]())  # not as __main__: that starts again without our socket
