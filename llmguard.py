@@ -115,7 +115,7 @@ class BadRequest(GuardError):
 
 
 class Unauthorised(GuardError):
-    """a valid API key is needed: Authorization: Bearer KEY, x-api-key: KEY, or the key as a Basic password"""
+    """{what} is needed: Authorization: Bearer KEY, x-api-key: KEY, or the key as a Basic password"""
 
     status = 401
     type = "authentication_error"
@@ -1809,6 +1809,9 @@ def _warnings(proxy: ProxyConfig, hosts: dict[str, HostConfig]) -> Iterator[str]
             if engine.managed and engine.models == "auto":
                 where = f"hosts.{host.name}.engines.{engine.name}.models"
                 yield f'{where}: "auto" on an engine that llmguard starts: its names are known only once it runs'
+            if engine.command and not any("{port}" in word or str(engine.port) in word for word in engine.command):
+                where = f"hosts.{host.name}.engines.{engine.name}.command"
+                yield f"{where}: neither {{port}} nor {engine.port} is in it: will it listen there?"
 
 
 def is_loopback(host: str) -> bool:
@@ -3400,6 +3403,7 @@ class CommandEngine(Engine):
         import subprocess
 
         argv = [word.replace("{port}", str(self.port)) for word in self.command]
+        argv[0] = os.path.expanduser(argv[0])
         os.makedirs(os.path.dirname(self._log_path), mode=0o700, exist_ok=True)
         if os.path.exists(self._log_path):
             os.replace(self._log_path, self._log_path + ".1")
@@ -3435,7 +3439,7 @@ class CommandEngine(Engine):
     def warnings(self) -> list[str]:
         import shutil
 
-        if not shutil.which(self.command[0]):
+        if not shutil.which(os.path.expanduser(self.command[0])):
             return [f"engine {self.name}: there is no program {self.command[0]} here"]
         by = restart_policy(self.command)
         return [f"engine {self.name}: docker starts it again by {by}, also onto a GPU that was given away"] if by else []
@@ -5092,6 +5096,7 @@ class Host:
                 "held_up": self.held_up,
                 "unit_state": self.unit_state,
                 "restarted": self.restarted(),
+                "failures": {name: str(failure.error) for name, failure in self._failures.items()},
                 "gpu": self.gpu,
                 "last_request": timestamp(self.last_request),
             }
@@ -5690,7 +5695,8 @@ class Host:
                 return reply
             if (now - begun > timeout or self._unload == engine) and not self._in_flight.get(engine):
                 self._note_stop(stop_problem(self._ask("stop", 300.0)))
-                why = "it was unloaded" if self._unload == engine else f"not ready within {age(timeout)}"
+                closed = ", and nothing listens on its port" if (reply.get("engine") or {}).get("port") == "closed" else ""
+                why = "it was unloaded" if self._unload == engine else f"not ready within {age(timeout)}{closed}"
                 raise EngineFailed(f"engine {engine}: {why}")
             with self._changed:
                 for ticket in self._waiting_for(engine):
@@ -6250,7 +6256,7 @@ class Exchange:
             for key in wanted:
                 good |= hmac.compare_digest(sent.encode("latin-1", "replace"), key.encode())
         if not good:
-            raise Unauthorised()
+            raise Unauthorised(what="one of the admin_keys" if admin and proxy.admin_keys else "a valid API key")
 
     def _keys_sent(self) -> Iterator[str]:
         scheme, _, word = self.fields.get("authorization").partition(" ")
@@ -7230,7 +7236,7 @@ def running_view(exchange: Exchange) -> None:
                 running.append({
                     "model": model,
                     "state": "stopping" if host.state == "stopping" else words[state],
-                    "cmd": " ".join(config.command or ()),
+                    "cmd": " ".join(config.command or ()).replace("{port}", str(config.port)),
                     "proxy": f"http://{address.authority}{address.base}",
                     "ttl": 0 if host.proxy.idle_stop == NEVER else int(host.proxy.idle_stop),
                     "name": model,
@@ -8161,6 +8167,11 @@ class ModelServer:
                 self._kind = "router" if isinstance(props, dict) and props.get("role") == "router" else "server"
         return self._kind
 
+    def asked_again(self) -> str:
+        """Its kind by a new question: another program may answer there by now."""
+        self._kind = ""
+        return self.kind
+
     def _has(self, path: str, name: str) -> bool:
         content = self.get(path)
         return isinstance(content, dict) and name in content
@@ -8575,7 +8586,7 @@ class Prober:
     def _probed(self, model: str, judged: Judged, timing: Timing, baseline: float | None) -> Probed:
         """What is not bad; a healthy rate joins the model's baseline."""
         levels = {"ok": OK, "slow": WARNING}
-        words = {"ok": "gpu", "slow": "slow"}
+        words = {"ok": "healthy", "slow": "slow"}
         if judged.value == "ok" and timing.speed is not None and timing.whole and not self.settings.dry_run:
             rates = [*self._rates(model, timing.drafted), round(timing.speed, 2)][-BASELINE_OF:]
             known = {key: value for key, value in self._known(model).items() if key != "unloaded"}
@@ -8660,7 +8671,8 @@ def probe_report(server: ModelServer, results: list[Probed]) -> Report:
     level = worst(result.level for result in results)
     bad = [result for result in results if result.level == level and level]
     text = "; ".join(result.line for result in bad) if bad else f"{len(results)} of {len(results)} models are healthy"
-    report = Report(level, text if results else "no model is loaded: nothing to probe", [result.line for result in results])
+    rest = [result.line for result in results if result not in bad]
+    report = Report(level, text if results else "no model is loaded: nothing to probe", rest)
     names = {"wall": ("wall_seconds", "s"), "first": ("first_token_seconds", "s"), "speed": ("tokens_per_second", "")}
     for result in results:
         labels = {"model": result.model}
@@ -8931,11 +8943,14 @@ class Watch:
         go by themselves. A proxy of llmguard's stops its engines for reasons of its own."""
         front = self._front()
         now, front_id = self.clock.now(), f"{front.pid}:{front.start}" if front else None
+        new_front = front_id is not None and self.known.get("front") not in (None, front_id)
+        if new_front and self.server.asked_again() != self.known.get("kind"):
+            for part in (self.servers, self.heals, self.lost):
+                part.clear()  # another program answers here now
         found, before = self._config_hash(front), self.known.get("config")
         if found is not None and before is not None and found != before:
             self.known["changed"] = timestamp(now)
         fresh = 0 <= now - parse_timestamp(self.known.get("changed")) <= RELOAD_WITHIN
-        new_front = front_id is not None and self.known.get("front") not in (None, front_id)
         self.known.update(front=front_id or self.known.get("front"), config=found or before)
         gone = {model: known for model, known in self.servers.items() if isinstance(known, dict) and known.get("id")}
         if self.lost and (running or not 0 <= now - parse_timestamp(self.known.get("reloaded")) <= RESPAWN_WITHIN):
@@ -9000,6 +9015,8 @@ class Watch:
         """GPU memory that is in use, but by no living process."""
         reading = read_gpus(self.box, self.tool)
         cards = cards_of(reading.devices)
+        if reading.vendor is None and not reading.problem:
+            return 0  # no GPU, no memory of one
         if reading.problem or not cards or any(card.used is None for card in cards):
             return None
         rows = [row for card in cards for row in reading.on(card)]
@@ -9057,7 +9074,12 @@ def serve(options: Any) -> int:
     if options.listen:
         config = replace(config, proxy=replace(config.proxy, listen=_listen_option(options.listen)))
     folder = state_folder(options.state_dir)
-    with Lock(os.path.join(folder, "serve.lock"), f"the state folder {folder}"):
+    lock = Lock(os.path.join(folder, "serve.lock"), "another serve")
+    try:
+        lock.acquire()
+    except AlreadyHeld as held:
+        raise AlreadyHeld(what=f"the state folder {folder} (--state-dir names another)", holder=held.fields["holder"]) from None
+    with lock:
         signals, wake = socket.socketpair()
         wake.setblocking(False)
         signal.set_wakeup_fd(wake.fileno())  # a byte per signal: a wait for a lock may sleep through one
@@ -9186,7 +9208,8 @@ def _check_host(host: Host) -> tuple[int, str]:
             bound = size_text(MAX_NOISE)
             warnings.append(f"the login shell prints {host.noise} bytes before the agent's answer (up to {bound} are skipped)")
         facts.append(f"engine {reply['active']} runs" if reply.get("active") else "no engine of ours runs")
-        facts += ["held: " + printable(owner["text"]) for owner in host.foreign(reply)]
+        for owner in host.foreign(reply):  # what can't be read keeps every engine off
+            (warnings if owner.get("kind") == "unknown" else facts).append("held: " + printable(owner["text"]))
         if host.config.ssh is not None:
             same = "the same as here" if reply.get("sha256") == own_hash() else "NOT the same as here"
             facts.append(f"agent {reply.get('agent')} {str(reply.get('sha256'))[:12]}, {same}, Python {box.get('python')}")
@@ -9208,7 +9231,8 @@ class ProxyClient:
         host, port = config.proxy.listen
         here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         try:
-            self.address = Address.of_url(options.url) if options.url else Address(here, port)
+            url = options.url if not options.url or "://" in options.url else "http://" + options.url
+            self.address = Address.of_url(url) if url else Address(here, port)
         except ValueError as error:
             raise UsageError(f"--url: {error}") from None
         keys = config.proxy.admin_keys + config.proxy.api_keys
@@ -9225,7 +9249,9 @@ class ProxyClient:
         content = reply.json()
         if reply.status == 200:
             return content
-        error = content.get("error", {}) if isinstance(content, dict) else {}
+        error = _dict_of(content, "error") if isinstance(content, dict) else {}
+        if reply.status == 401:
+            error["message"] = f"{str(error.get('message')).partition(':')[0]}: give it by --key or $LLMGUARD_API_KEY"
         kinds = {kind.status: kind for kind in (GpuBusy, Unauthorised, BadRequest, EngineFailed, HostDown)}
         raised = GuardError(str(error.get("message", "status %d" % reply.status)))
         raised.status = reply.status
@@ -9241,6 +9267,8 @@ def status_command(options: Any) -> int:
     """One screen, its first line for Nagios: 0 all is well, 1 worth a look, 2 something is wrong, 3 nobody answers."""
     try:
         status = ProxyClient(options).ask("GET", "/status")
+        if not isinstance(status, dict) or not isinstance(status.get("hosts"), dict):
+            raise UsageError("no llmguard answers there")
     except GuardError as error:
         print(f"UNKNOWN - {error}")
         return 3
@@ -9284,6 +9312,9 @@ def _host_facts(host: dict[str, Any]) -> tuple[int, list[str]]:
     facts += ["held: " + owner["text"] for owner in host["owners"] if owner.get("kind") != "wait"]
     if host["degraded"]:
         facts.append(f"it serves from the CPU: {'; '.join((host['verdict'] or {}).get('evidence', ()))}")
+    if host.get("failures"):
+        facts += [f"the last start failed: {text}" for text in host["failures"].values()]
+        level = max(level, WARNING)
     for worth_a_look in ("held_up", "restarted"):
         if host.get(worth_a_look):
             facts.append(host[worth_a_look])
@@ -9295,9 +9326,9 @@ def model_list_command(options: Any) -> int:
     models = ProxyClient(options).models()
     width = max([len(model["id"]) for model in models] or [0])
     for model in models:
-        status = model["status"]
+        status = _dict_of(model, "status")  # a bare model server's list has none: what it lists it serves
         failed = ", its last start failed" if status.get("failed") else ""
-        print(f"{printable(model['id']):<{width}}  {status['value']}{failed}")
+        print(f"{printable(model['id']):<{width}}  {status.get('value', 'loaded')}{failed}")
     return 0
 
 
@@ -9309,28 +9340,40 @@ def model_load_command(options: Any) -> int:
     except GuardError as error:
         if str(error) != "model is already running":
             raise
-    begun = time.monotonic()
-    while True:
-        status: dict[str, Any] = next((model["status"] for model in proxy.models() if model["id"] == options.name), {})
-        spent = age(time.monotonic() - begun)
-        if sys.stderr.isatty():
-            sys.stderr.write("\r{}: {}, {} \x1b[K".format(printable(options.name), status.get("value"), spent))
-            sys.stderr.flush()
-        if status.get("value") != "loading":
-            break
-        time.sleep(0.25)
-    if sys.stderr.isatty():
-        sys.stderr.write("\r\x1b[K")
+    status, spent = _await_model(proxy, options.name, ("loading",))
     if status.get("value") != "loaded":
         raise EngineFailed(str(status.get("error", "{} is {}".format(options.name, status.get("value")))))
-    print(f"{printable(options.name)}: loaded after {spent}")
+    print(f"{printable(options.name)}: loaded after {age(spent)}")
     return 0
 
 
 def model_unload_command(options: Any) -> int:
-    ProxyClient(options).ask("POST", "/api/models/unload/" + quote(options.name), None, 900.0)
+    """Returns when it is unloaded, which may wait for what runs on it."""
+    proxy = ProxyClient(options)
+    try:
+        proxy.ask("POST", "/models/unload", {"model": options.name}, 900.0)
+    except GuardError as error:
+        if str(error) != "model is not running":
+            raise
+    _await_model(proxy, options.name, ("loaded", "loading"))
     print(f"{printable(options.name)}: unloaded")
     return 0
+
+
+def _await_model(proxy: ProxyClient, name: str, states: Collection[Any]) -> tuple[dict[str, Any], float]:
+    """Wait while a model is in one of these states, with a progress line on a terminal -> (its status then, seconds)."""
+    begun = time.monotonic()
+    while True:
+        status: dict[str, Any] = next((_dict_of(model, "status") for model in proxy.models() if model["id"] == name), {})
+        spent = time.monotonic() - begun
+        going = status.get("value") in states
+        if sys.stderr.isatty():
+            text = f"{printable(name)}: {status.get('value')}, {age(spent)} " if going else ""
+            sys.stderr.write(f"\r{text}\x1b[K")
+            sys.stderr.flush()
+        if not going:
+            return status, spent
+        time.sleep(0.25)
 
 
 # ----- engine
@@ -9505,7 +9548,7 @@ def _probe_models(options: Any, server: ModelServer, known: dict[str, Any]) -> R
     report = probe_report(server, results)
     if results and not options.dry_run:
         signs = signs_of(options.if_changed or (), server, box, run_tool)  # the servers that were probed
-        good = all(result.verdict in ("gpu", "healed") for result in results)
+        good = all(result.verdict in ("healthy", "healed") for result in results)
         run_now: dict[str, Any] = {"signs": signs, "checked": timestamp(now), "level": report.level, "good": good}
         run_now.update(text=report.text, metrics=report.metrics)  # a collector's series must not come and go
         known.update(models=models, runs={**runs, asked_for: run_now})

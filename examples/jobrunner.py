@@ -5,7 +5,8 @@
 
 A job is a shell script in ~/jobs/queue; it moves to running/, then to done/ or failed/; its output is output/NAME.out. Jobs
 start in the order of their names, one at a time per lane: `gpu`, unless a line `# lane: cpu` stands in the script. A gpu job
-waits while any process is on the GPU; that is logged once per blocker, and llmguard stops its engine for it.
+waits while nvidia-smi lists any process on the GPU; that is logged once per blocker, and llmguard stops its engine for it. Where
+nvidia-smi can't be asked (`gpu-unknown`) it waits, too: for another vendor's GPU put your own question into `gpu_processes`.
 
 runner.log has one event a line, in local time:
 

@@ -93,7 +93,7 @@ EVERY_KEY = {
     },
 }
 
-MINIMAL = {"hosts": {"here": {"engines": {"e": {"command": ["x"], "port": 8081, "models": ["m"]}}}}}
+MINIMAL = {"hosts": {"here": {"engines": {"e": {"command": ["x", "{port}"], "port": 8081, "models": ["m"]}}}}}
 
 
 def changed(path: str, value, base=None) -> dict:
@@ -569,3 +569,9 @@ def test_any_structure_gives_a_configuration_or_a_configuration_error(data):
         str(error).encode("utf-8")
         return
     assert isinstance(config, Config) and config.hosts
+
+
+def test_a_command_that_is_not_told_its_port_warns():
+    for words, warns in ((["x"], True), (["x", "--port", "9999"], True), (["x", "--port={port}"], False), (["x", "8081"], False)):
+        found = parse_config(changed("hosts.here.engines.e.command", words)).warnings
+        assert any("neither {port} nor 8081 is in it" in warning for warning in found) is warns

@@ -328,7 +328,7 @@ def test_odd_streams_are_survived(stub_engine, chunk):
 def test_a_fallback_is_found_unloaded_once_and_healthy_again(front):
     healthy = cli(front, A, B)
     assert healthy.returncode == 0 and healthy.stdout.startswith("OK - 2 of 2 models are healthy | 'small one wall'="), healthy
-    assert f"{A}: gpu: " in healthy.stdout and "105.0 tokens/s by the server" in healthy.stdout
+    assert f"{A}: healthy: " in healthy.stdout and "105.0 tokens/s by the server" in healthy.stdout
     assert state(front)["models"] == {A: {"plain": [105.0]}, B: {"plain": [105.0]}}
     front.gpu.drains(True)
     front.reload()
@@ -392,7 +392,7 @@ def test_without_a_name_what_is_loaded_is_probed_and_nothing_loaded_is_all_right
         nothing = cli(front, "--if-changed", "swap.yaml")
         assert (nothing.returncode, nothing.stdout) == (0, "OK - no model is loaded: nothing to probe\n"), "that is no good probe"
     front.request(B)
-    assert f"{B}: gpu" in cli(front).stdout
+    assert f"{B}: healthy" in cli(front).stdout
 
 
 def test_a_model_in_use_on_the_front_is_left_alone(front):
@@ -424,7 +424,7 @@ def test_json_and_textfile(front):
     done = cli(front, A, "--json", "--textfile", "probe.prom")
     content = json.loads(done.stdout)
     assert content["status"] == "OK" and content["server"] == "llama-swap" and content["url"] == front.url
-    assert content["models"][A]["verdict"] == "gpu" and content["models"][A]["timing"]["tokens"] == 200
+    assert content["models"][A]["verdict"] == "healthy" and content["models"][A]["timing"]["tokens"] == 200
     metrics = (front.root / "probe.prom").read_text()
     assert 'llmguard_probe_wall_seconds{model="small one"} ' in metrics and "llmguard_probe_status 0\n" in metrics
     for _ in range(2):

@@ -476,3 +476,55 @@ def test_model_commands_take_the_key_from_the_configuration_and_say_when_another
     refused = serving.cli("model", "list", "--key", "wrong")
     assert refused.returncode == 77 and "API key" in refused.stderr
     assert ask(serving.url + "/status").status == 401
+
+
+# ----- what somebody tried who knew the README alone
+
+
+def test_a_bare_model_server_can_be_listed_and_is_no_proxy(serve, stub_engine):
+    def answer(request: bytes, sock) -> bool:
+        body = b'{"data":[{"id":"/tmp/a.gguf"}]}' if b" /v1/models " in request else b'{"error":"File Not Found"}'
+        sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (len(body), body))
+        return False
+
+    url = f"127.0.0.1:{stub_engine(answer).port}"
+    listed = serve_cli("model", "list", "--url", url)
+    assert (listed.returncode, listed.stdout) == (0, "/tmp/a.gguf  loaded\n")
+    status = serve_cli("status", "--url", url)
+    assert status.returncode == 3 and "no llmguard answers there" in status.stdout
+
+
+def serve_cli(*argv: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-I", LLMGUARD, *argv], capture_output=True, text=True, timeout=PATIENCE)
+
+
+def test_a_model_whose_name_is_a_path_can_be_unloaded(serve, llama_server, models):
+    engine = {"command": llama_command(llama_server, models["small"]), "port": free_port(), "models": {"/tmp/a.gguf": "small"}}
+    serving = serve({"hosts": {"here": {"engines": {"e": engine}}}})
+    assert serving.cli("model", "load", "/tmp/a.gguf").returncode == 0
+    unloaded = serving.cli("model", "unload", "/tmp/a.gguf")
+    assert (unloaded.returncode, unloaded.stdout) == (0, "/tmp/a.gguf: unloaded\n") and serving.host()["engine"] is None
+
+
+def test_a_key_that_is_good_but_no_admin_key_is_told_apart(serve, config):
+    serving = serve({**config, "proxy": {"api_keys": ["user-key"], "admin_keys": ["boss"]}})
+    refused = serving.ask("POST", "/models/load", {"model": "small"}, headers={"x-api-key": "user-key"})
+    assert refused.status == 401 and refused.error["message"].startswith("one of the admin_keys is needed")
+    said = serving.cli("model", "unload", "small", "--key", "user-key")
+    assert said.returncode == 77 and "one of the admin_keys is needed: give it by --key or $LLMGUARD_API_KEY" in said.stderr
+
+
+def test_check_warns_of_a_queue_that_can_not_be_read(tmp_path):
+    engine = {"command": ["sleep", "{port}"], "port": free_port(), "models": ["m"]}
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({"hosts": {"here": {"job_queue": str(tmp_path / "none"), "engines": {"e": engine}}}}))
+    done = serve_cli("--state-dir", str(tmp_path / "state"), "check", "-c", str(path))
+    assert done.returncode == 1 and "warning: held: the job queue" in done.stdout and "cannot be read" in done.stdout
+
+
+def test_status_is_a_warning_after_a_start_that_failed(serve, llama_server, models):
+    engine = {"command": llama_command(llama_server, models["small"], "--no-such-flag"), "port": free_port(), "models": ["broken"]}
+    serving = serve({"hosts": {"here": {"engines": {"e": engine}}}})
+    assert serving.ask("POST", "/v1/completions", {"model": "broken", "prompt": "x"}).status == 500
+    status = serving.cli("status")
+    assert status.returncode == 1 and "the last start failed: host here: engine e ended while it started" in status.stdout

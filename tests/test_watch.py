@@ -351,6 +351,16 @@ def test_what_was_lost_long_ago_is_not_loaded_any_more(stub):
     assert stub.known["lost"] == {} and stub.front.running() == {}
 
 
+def test_another_program_at_the_url_inherits_nothing(stub):
+    dead = {"id": "1:1", "ttl": 0}
+    stub.known.update(front="1:1", kind="llmguard", boot=Box().boot(), servers={A: dead, B: dead}, lost={A: 0}, heals={A: 1})
+    stub.watch = stub.watching()
+    stub.watch.server._kind = "llmguard"
+    report = stub.look()
+    assert report.text == "no model is loaded" and stub.watch.server.kind == "llama-swap"
+    assert stub.known["servers"] == stub.known["lost"] == stub.known["heals"] == {}
+
+
 def test_one_of_two_that_goes_is_no_reload(stub):
     stub.front.request(A)
     stub.front.request(B)
@@ -400,7 +410,7 @@ DEAD = 2**22 + 1  # no pid is that large
         ([reading(300)] * 12, "", 11),  # stands still, and nobody knows whose it is
         ([reading(900 - n) for n in range(31)], "870 MiB of GPU memory is in use by nobody who lives", 30),
         ([llmguard.GpuReading("amd", problem="unreadable")] * 31, "", 30),  # can't be read: it is given its time
-        ([llmguard.GpuReading()] * 31, "", 30),
+        ([llmguard.GpuReading()], "", 0),  # no GPU
     ],
 )
 def test_what_a_respawn_waits_for(stub, monkeypatch, looks, says, waits):
