@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -524,6 +525,13 @@ def test_toml_on_an_old_python_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tomllib", None)
     with pytest.raises(ConfigError, match="TOML needs Python 3.11 or later.*same keys as JSON"):
         load_config(write(tmp_path / "a.toml", ""))
+
+
+@pytest.mark.parametrize("kind", [llmguard.ProxyConfig, llmguard.HostConfig, llmguard.EngineConfig], ids=lambda kind: kind.__name__)
+def test_the_full_example_shows_every_key(kind):
+    text = (ROOT / "examples/llmguard.toml").read_text()
+    keys = [one.name for one in llmguard.dataclass_fields(kind) if "read" in one.metadata]
+    assert keys and [key for key in keys if not re.search(rf"\b{key} = ", text)] == []
 
 
 @pytest.mark.parametrize("path", sorted([*ROOT.glob("examples/*.toml"), ROOT / "examples/minimal.json"]), ids=lambda path: path.name)
