@@ -69,7 +69,9 @@ def measure(lab):
         finally:
             operator.close()
     nothing = median(lambda: cpu_in_the_box(box, "python3", "-c", "pass"))
-    status = median(lambda: cpu_in_the_box(box, "python3", INSTALLED, "agent"))
+    import llmguard
+
+    status = median(lambda: cpu_in_the_box(box, "python3", "-S", "-E", "-c", llmguard.start_words(INSTALLED), "agent"))
     smi = median(lambda: cpu_in_the_box(box, "nvidia-smi", "-q", "-x"))
     print("a status over ssh, a new login:          %4.0f ms" % (cold * 1000))
     print("a status over ssh, a kept connection:    %4.0f ms" % (warm * 1000))
