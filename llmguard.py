@@ -2149,6 +2149,7 @@ class Device:
     free: int | None = None  # less than total - used where the driver reserves some
     unified: bool = False  # its memory is the box's memory
     listed: bool = True  # the driver lists the processes that use it
+    asleep: bool = False  # idle, and powered down: its counters fall to next to nothing, whatever it holds when it works
 
 
 @dataclass(frozen=True)
@@ -2487,7 +2488,8 @@ def _amd_device(box: Box, index: int, card: _DrmCard) -> Device:
     unified = vram is not None and gtt is not None and gtt > vram and maker == "unknown"
     if unified:
         vram, used = _plus(vram, gtt), _plus(used, gtt_used)
-    return Device(index, card.pci, card.name, vram, used, _minus(vram, used), unified)
+    asleep = (box.read(card.folder + "/device/power/runtime_status") or "").strip() == "suspended"
+    return Device(index, card.pci, card.name, vram, used, _minus(vram, used), unified, asleep=asleep)
 
 
 def _intel_device(box: Box, index: int, card: _DrmCard) -> Device:
@@ -2880,11 +2882,14 @@ def evidence_of(box: Box, reading: GpuReading, processes: Iterable[Process], **m
         meant = "no GPU"
     sizes = sum(size for _, size in files)
     pids = {process.pid for process in processes}
+    gpu, card = gpu_bytes(reading, pids), card_used(reading, pids)
+    if any(device.asleep for device in reading.devices):  # next to nothing is then no evidence
+        gpu, card = gpu or None, None
     return Evidence(
         total,
         min((box.age(process) for process in processes), default=0.0),
-        gpu_bytes(reading, pids),
-        card_used(reading, pids),
+        gpu,
+        card,
         unified=reading.unified,
         meant_for_cpu=meant,
         partly=partly,

@@ -792,3 +792,13 @@ def test_any_garbage_in_a_file_of_the_box_hides_nothing(tmp_path_factory, garbag
         assert by_pid(reading)[4242] >= 13 * GIB
     if not path.startswith("sys/"):
         assert guard.gpu_owners(reading, {4242}, ignore=["gnome-shell"])
+
+
+@pytest.mark.parametrize("status, asleep", [("suspended", True), ("active", False), (None, False)])
+def test_a_card_that_sleeps_is_told_apart(tmp_path, status, asleep):
+    tree = dict(case("gpu-amdgpu-fdinfo.json"))
+    card = next(path.rpartition("/")[0] for path in tree if path.endswith("mem_info_vram_used"))
+    if status is not None:
+        tree[card + "/power/runtime_status"] = status + "\n"
+    reading = guard.read_gpus(lay(tmp_path, tree), no_tool)
+    assert any(device.asleep for device in reading.devices) is asleep

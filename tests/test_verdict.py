@@ -166,6 +166,19 @@ def test_a_model_that_is_a_folder_has_no_size(servers):
     assert servers.evidence(servers.spawn(10, "vllm serve --model /hf/model")).model is None
 
 
+@pytest.mark.parametrize("asleep", [False, True])
+def test_the_idle_figures_of_a_card_that_sleeps_are_no_evidence(servers, asleep):
+    """amdgpu's counters fall to nothing when the card is idle: a healthy server whose mapped file is resident, too, would pass for
+    a fallen one. What is anonymous still tells."""
+    servers.model("m/a.gguf", 16 * GIB)
+    device = llmguard.Device(0, "0000:03:00.0", "card", 24 * GIB, 20 << 20, asleep=asleep)
+    judge = lambda process: llmguard.verdict(llmguard.evidence_of(servers.box, GpuReading("amd", (device,), (GpuProcess(10, "0000:03:00.0", 0),)), [process]))
+    mapped = servers.spawn(10, "llama-server -m /m/a.gguf -ngl 99", memory=Memory(14 * GIB, GIB, 13 * GIB, 0))
+    assert judge(mapped).value == ("unknown" if asleep else "cpu")
+    anonymous = servers.spawn(10, "llama-server -m /m/a.gguf -ngl 99 --no-mmap", memory=Memory(16 * GIB, 16 * GIB, 0, 0))
+    assert judge(anonymous).value == "cpu"
+
+
 def test_the_seeds_figures(servers):
     """0.9 to 1.3 GiB when all is well, 16 GiB fallen back, and no more known than that."""
     for rss, value in ((0.9, "unknown"), (1.3, "unknown"), (16.0, "cpu")):
