@@ -430,3 +430,12 @@ def test_a_stream_is_not_held_up_in_front_of_us(beside, inside, stub_engine):
     assert b'"one"' in stream.first()
     stream.close()
     assert left.wait(PATIENCE), "the engine works on for a client that has left"
+
+
+def test_no_example_needs_the_files_exec_bit():
+    """A copy without --perms loses it, and a unit that executes the file crash-loops: it is always python3 that runs it."""
+    found = []
+    for path in EXAMPLES.iterdir():
+        if path.suffix in (".service", ".sh", ".md") or path.name in ("crontab", "authorized_keys"):
+            found += re.findall(r"(\S+ )?\S*/llmguard\.py (?:serve|watch|probe|agent|check|status|engine)", path.read_text())
+    assert found and all(before.strip().endswith("python3") for before in found)
