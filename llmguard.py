@@ -9579,8 +9579,7 @@ def _watch(options: Any, server: ModelServer, state: GuardState, tell: Tell) -> 
             report = watch.one_pass()
             known["kind"] = server.kind
         except Exception as error:
-            report = _failed(error)
-            known.pop("kind", None)
+            report = _failed(error)  # a front that is just restarted: what it had loaded is still known at the next pass
         level = worst((level, report.level))
         known["level"] = report.level
         if not options.dry_run:

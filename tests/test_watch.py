@@ -351,6 +351,22 @@ def test_what_was_lost_long_ago_is_not_loaded_any_more(stub):
     assert stub.known["lost"] == {} and stub.front.running() == {}
 
 
+def test_a_front_that_was_away_at_a_pass_still_gets_back_what_it_had_loaded(stub):
+    """`systemctl restart llama-swap`, and cron in the midst of it."""
+    stub.front.request(A)
+    assert cli(stub, "watch", "--url", stub.front.url).returncode == 0
+    stub.front.kill(A)
+    stub.front.http.shutdown()
+    stub.front.http.server_close()
+    assert cli(stub, "watch", "--url", stub.front.url).returncode == 2
+    state = json.loads((stub.front.root / "state/watch.json").read_text())["servers"][stub.front.url]
+    assert state["kind"] == "llama-swap" and set(state["servers"]) == {A}
+    stub.front.start()
+    stub.known.update(state, front="1:1")  # the restarted one has another pid
+    stub.watch = stub.watching()
+    assert f"{A}: loaded again after the reload" in stub.look().text and stub.front.on_gpu(A)
+
+
 def test_another_program_at_the_url_inherits_nothing(stub):
     dead = {"id": "1:1", "ttl": 0}
     stub.known.update(front="1:1", kind="llmguard", boot=Box().boot(), servers={A: dead, B: dead}, lost={A: 0}, heals={A: 1})
