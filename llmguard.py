@@ -34,6 +34,7 @@ The file reads downward; each section uses only sections above it:
 
 from __future__ import annotations
 
+import _thread
 import errno
 import json
 import os
@@ -321,6 +322,9 @@ if not TYPE_CHECKING:  # for a type checker this is the standard library's datac
         makers = {name: one.make for name, one in known.items() if one.make is not MISSING}
 
         def __init__(self, *args, **given):
+            if len(args) == len(known) and not given:
+                self.__dict__.update(zip(known, args))
+                return
             values = {**defaults, **dict(zip(known, args)), **given}
             for name, make in makers.items():
                 if name not in values:
@@ -836,6 +840,7 @@ _TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _FIELD = re.compile(rf"({_TOKEN}):([^\x00-\x08\x0a-\x1f\x7f]*)\r\n")
 _DIGITS = re.compile(r"[0-9]{1,18}")  # not int(): that takes 1_0, +5 and blanks
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[^\x00-\x08\x0a-\x1f\x7f]*)?")
+_CHUNK_START = re.compile(rb"([0-9A-Fa-f]{1,15})\r\n")
 _STATUS_LINE = re.compile(r"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: ([^\x00-\x08\x0a-\x1f\x7f]*))?")
 
 HOP_BY_HOP = frozenset(
@@ -852,19 +857,22 @@ class Fields:
     def __init__(self, block: str) -> None:
         """`block`: lines that each end in CRLF, without the empty one. ProtocolError for anything RFC 9112 rules out:
         folded lines, blanks before the colon, bare CR or LF, NUL."""
-        items = _FIELD.findall(block)
-        if sum(map(len, (part for item in items for part in item))) + 3 * len(items) != len(block):
+        found = _FIELD.findall(block)
+        if len("".join(map("".join, found))) + 3 * len(found) != len(block):
             raise ProtocolError("malformed header field")
-        self.items: list[tuple[str, str]] = [(name, value.strip(" \t")) for name, value in items]
-        by_name: dict[str, str] = {}
+        self.items: list[tuple[str, str]] = [(name, value.strip(" \t")) for name, value in found]
+        self._by_name = {name.lower(): value for name, value in self.items}
+        if len(self._by_name) < len(self.items):
+            self._join_repeated()
+
+    def _join_repeated(self) -> None:
+        by_name: dict[str, list[str]] = {}
         for name, value in self.items:
-            name = name.lower()
-            if name in by_name:
-                if name in ("host", "content-length", "transfer-encoding"):
-                    raise ProtocolError(f"repeated {name}")
-                value = by_name[name] + ", " + value
-            by_name[name] = value
-        self._by_name = by_name
+            by_name.setdefault(name.lower(), []).append(value)
+        for name in ("host", "content-length", "transfer-encoding"):
+            if len(by_name.get(name, ())) > 1:
+                raise ProtocolError(f"repeated {name}")
+        self._by_name = {name: ", ".join(values) for name, values in by_name.items()}
 
     def get(self, name: str) -> str:
         """The value ("" when absent); repeated fields are joined with a comma."""
@@ -893,16 +901,15 @@ UNTIL_CLOSE = -2  # as a body's length: whatever comes until the peer closes
 def body_length(fields: Fields, default: int, version: int = 1) -> int:
     """How long a message's body is: bytes, CHUNKED, or `default` when nothing says. ProtocolError for what could be read
     in two ways (request smuggling), or a coding other than chunked. `version` is the minor one: HTTP/1.0 has no chunks."""
-    coding = fields.get("transfer-encoding")
-    length = fields.get("content-length")
     if "transfer-encoding" in fields:
         if "content-length" in fields:
             raise ProtocolError("both Content-Length and Transfer-Encoding")
-        if coding.lower() != "chunked" or version == 0:
+        if fields.get("transfer-encoding").lower() != "chunked" or version == 0:
             raise ProtocolError("transfer coding other than chunked")
         return CHUNKED
     if "content-length" not in fields:
         return default
+    length = fields.get("content-length")
     if not _DIGITS.fullmatch(length):
         raise ProtocolError("malformed Content-Length")
     return int(length)
@@ -940,6 +947,13 @@ class Chunked:
                 at += 1
                 self._left -= 1
             else:
+                begin = _CHUNK_START.match(data, at) if self._trailer < 0 else None
+                if begin:  # a whole chunk, as most tokens come
+                    start, stop = begin.end(), begin.end() + int(begin.group(1), 16)
+                    if stop > start and data[stop:stop + 2] == b"\r\n":
+                        payload.append(data[start:stop])
+                        at = stop + 2
+                        continue
                 line_end = data.find(b"\n", at)
                 if (end if line_end < 0 else line_end) - at > self.MAX_LINE:
                     raise ProtocolError("an endless line in a chunked body")
@@ -1046,13 +1060,7 @@ class Wire:
 
     def fresh(self) -> bool:
         """May this idle connection carry another exchange? Nothing may have come on it, least of all an end."""
-        try:
-            self.sock.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return True
-        except OSError:
-            pass
-        return False
+        return not self._poll.poll(0)
 
     def write(self, data: Any, stall: float = STALL, heed: bool = False) -> None:
         """Send it all (bytes or a memoryview); PeerGone when the peer is gone or takes nothing for `stall` seconds, and with
@@ -4800,7 +4808,7 @@ class Host:
         self._remote, self._events, self._new_api = remote, events, api
         self._clock = clock or Clock()
         self._changed = threading.Condition()
-        self._apis: dict[str, EngineApi] = {}
+        self._apis: dict[str, tuple[HostConfig, EngineApi]] = {}  # made for that configuration
         self._queue: list[Ticket] = []
         self._in_flight: dict[str, int] = {}
         self._up: str | None = None
@@ -4962,10 +4970,12 @@ class Host:
 
     def api(self, engine: str) -> EngineApi:
         """The engine's HTTP side, its kept connections included."""
-        known = self._apis.get(engine)
-        address, key = self.address(engine), self.config.engines[engine].api_key
-        if known is None or known.address != address or known.key != key:
-            known = self._apis[engine] = self._new_api(address, key)
+        config, (made_for, known) = self.config, self._apis.get(engine, (None, None))
+        if known is None or made_for is not config:
+            address, key = self.address(engine), config.engines[engine].api_key
+            if known is None or known.address != address or known.key != key:
+                known = self._new_api(address, key)
+            self._apis[engine] = config, known
         return known
 
     def find(self, model: str) -> tuple[str, str] | None:
@@ -5894,7 +5904,12 @@ class Asked:
 
 
 _JSON_GAP = re.compile(rb"[ \t\r\n]*")
-_JSON_STRUCTURE = re.compile(rb'["\[\]{}]')
+_JSON_KEY = re.compile(rb'"([!#-\[\]-~]*)"[ \t\r\n]*:[ \t\r\n]*')  # of plain ASCII
+_JSON_END = re.compile(rb"}[ \t\r\n]*\Z")
+_JSON_NEXT = re.compile(rb"[ \t\r\n]*(,[ \t\r\n]*|}[ \t\r\n]*\Z)")
+# the next bracket, or quote; short strings on the way to it are skipped, a long one is found faster by its end
+_JSON_STRUCTURE = re.compile(rb'(?:[^"\[\]{}]{0,200}"[^"\\]{0,200}"){0,16}[^"\[\]{}]*(["\[\]{}])')
+_JSON_ESCAPES = re.compile(rb'(?s:(?:[^"\\]{0,200}\\.){0,200})[^"\\]{0,200}("?)')  # where one is, as in code, there are more
 _JSON_PLAIN = re.compile(rb"[-+.0-9A-Za-z]+")
 
 
@@ -5907,6 +5922,10 @@ def _string_end(data: Any, start: int) -> int:
             raise BadRequest("the request's body is no JSON: an unfinished string")
         if data[at - 1] != 92 or (data[at - 2] == 92 and not _is_escaped(data, start, at)):
             return int(at) + 1
+        crowd = _JSON_ESCAPES.match(data, at + 1)
+        if crowd.group(1):  # type: ignore[union-attr]
+            return int(crowd.end())  # type: ignore[union-attr]
+        at = crowd.end() - 1  # type: ignore[union-attr]
 
 
 def _is_escaped(data: Any, start: int, at: int) -> bool:
@@ -5933,10 +5952,10 @@ def _value_end(data: Any, start: int) -> int:
         return match.end()
     depth, at = 0, start
     while True:
-        match = _JSON_STRUCTURE.search(data, at)
+        match = _JSON_STRUCTURE.match(data, at)
         if not match:
             raise BadRequest("the request's body is no JSON: an unfinished object or list")
-        sign, at = match.group(), match.end()
+        sign, at = match.group(1), match.end()
         if sign == b'"':
             at = _string_end(data, at - 1)
         elif sign in b"[{":
@@ -5959,43 +5978,45 @@ def asked_in_json(data: Any) -> Asked:
     if data[at:at + 1] != b"{":
         raise BadRequest("the request's body is no JSON object")
     at = _JSON_GAP.match(data, at + 1).end()  # type: ignore[union-attr]
-    found: dict[str, list[tuple[int, int]]] = {"model": [], "stream": []}
-    closed = data[at:at + 1] == b"}"
-    while not closed:
-        if data[at:at + 1] != b'"':
-            raise BadRequest("the request's body is no JSON: a key is due")
-        key_end = _string_end(data, at)
-        key = _json_value(data, at, key_end)
-        at = _JSON_GAP.match(data, key_end).end()  # type: ignore[union-attr]
-        if data[at:at + 1] != b":":
-            raise BadRequest("the request's body is no JSON: a colon is due")
-        at = _JSON_GAP.match(data, at + 1).end()  # type: ignore[union-attr]
+    found: dict[bytes, list[tuple[int, int]]] = {b"model": [], b"stream": []}
+    more = not _JSON_END.match(data, at)
+    while more:
+        key, at = _json_key(data, at)
         end = _value_end(data, at)
         if key in found:
             found[key].append((at, end))
-        at = _JSON_GAP.match(data, end).end()  # type: ignore[union-attr]
-        sign = data[at:at + 1]
-        if sign not in (b",", b"}"):
-            raise BadRequest("the request's body is no JSON: a comma is due")
-        closed = sign == b"}"
-        if not closed:
-            at = _JSON_GAP.match(data, at + 1).end()  # type: ignore[union-attr]
-    at = _JSON_GAP.match(data, at + 1).end()  # type: ignore[union-attr]
-    if at != len(data):
-        raise BadRequest("the request's body is no JSON: something follows the object")
-    models = [_json_value(data, *span) for span in found["model"]]
+        sign = _JSON_NEXT.match(data, end)
+        if not sign:
+            raise BadRequest("the request's body is no JSON: a comma is due, or something follows the object")
+        at, more = sign.end(), sign.group(1)[:1] == b","
+    models = [_json_value(data, *span) for span in found[b"model"]]
     for model in models:
         if model is not None and not isinstance(model, str):
             raise BadRequest("model must be a text")
         if model != models[0]:
             raise BadRequest("the request names two different models")
-    stream = found["stream"] and bytes(data[slice(*found["stream"][-1])]) == b"true"
-    return Asked(models[0] if models else None, bool(stream), tuple(found["model"]))
+    stream = found[b"stream"] and bytes(data[slice(*found[b"stream"][-1])]) == b"true"
+    return Asked(models[0] if models else None, bool(stream), tuple(found[b"model"]), True)
+
+
+def _json_key(data: Any, at: int) -> tuple[bytes, int]:
+    """(the key that begins at `at`, where its value begins)."""
+    plain = _JSON_KEY.match(data, at)
+    if plain:
+        return plain.group(1), plain.end()
+    if data[at:at + 1] != b'"':
+        raise BadRequest("the request's body is no JSON: a key is due")
+    end = _string_end(data, at)
+    colon = _JSON_GAP.match(data, end).end()  # type: ignore[union-attr]
+    if data[colon:colon + 1] != b":":
+        raise BadRequest("the request's body is no JSON: a colon is due")
+    key: str = _json_value(data, at, end)
+    return key.encode("utf-8", "surrogatepass"), _JSON_GAP.match(data, colon + 1).end()  # type: ignore[union-attr]
 
 
 def _json_value(data: Any, start: int, end: int) -> Any:
     try:
-        return json.loads(bytes(data[start:end]))
+        return json.loads(str(data[start:end], "utf-8"))
     except (ValueError, RecursionError):
         raise BadRequest("the request's body is no JSON") from None
 
@@ -6154,31 +6175,30 @@ class Route:
 class Exchange:
     """One request and its response on a client's connection."""
 
+    method = path = query = ""
+    minor = 1
+    keep = False  # may the connection carry another request after this one?
+    fields = Fields("")
+    length = 0  # of the request's body
+    read_on = True  # may unread body stand in the connection?
+    upload: Upload | None = None
+    asked = Asked()
+    route: Route | None = None  # once it is on its way to an engine
+    queued = 0.0  # seconds until its engine took it
+    status = 0  # of the response; 0: none was begun
+    first_byte = 0.0  # seconds until the response began
+    events = 0  # of a stream, so far: about a token each
+    _chunked = False  # is the response's body sent in chunks?
+    _events = False  # is it an event stream?
+    _opened = False  # was it begun by us, in the engine's silence?
+    _relayed = False  # has a byte of the engine's body gone out?
+    _last = (b"", b"")  # the last two pieces of it: there an engine reports its tokens
+    _pending = b""  # the response's header block, until it can travel with the first of its body
+    _tail = b"\n\n"  # the last bytes of an event stream: a comment may stand only between events
+
     def __init__(self, proxy: Proxy, client: Wire, head: str) -> None:
-        self.proxy, self.client = proxy, client
-        self.started = time.monotonic()
-        self.method = self.path = self.query = ""
-        self.minor = 1
-        self.keep = False  # may the connection carry another request after this one?
-        self.fields = Fields("")
-        self.length = 0  # of the request's body
-        self.read_on = True  # may unread body stand in the connection?
-        self.upload: Upload | None = None
-        self.asked = Asked()
-        self.route: Route | None = None  # once it is on its way to an engine
-        self.status = 0  # of the response; 0: none was begun
-        self.first_byte = 0.0  # seconds until the response began
-        self.last_write = self.started
-        self._head = head
-        self._chunked = False  # is the response's body sent in chunks?
-        self._events = False  # is it an event stream?
-        self._opened = False  # was it begun by us, in the engine's silence?
-        self._relayed = False  # has a byte of the engine's body gone out?
-        self._last = (b"", b"")  # the last two pieces of it: there an engine reports its tokens
-        self.events = 0  # of a stream, so far: about a token each
-        self.queued = 0.0  # seconds until its engine took it
-        self._pending = b""  # the response's header block, until it can travel with the first of its body
-        self._tail = b"\n\n"  # the last bytes of an event stream: a comment may stand only between events
+        self.proxy, self.client, self._head = proxy, client, head
+        self.started = self.last_write = time.monotonic()
 
     def run(self) -> None:
         """Answer it, whatever comes. ClientGone when nobody is there to be answered."""
@@ -6243,7 +6263,8 @@ class Exchange:
         if "#" in target:
             raise BadRequest("malformed request target")
         path, _, self.query = target.partition("?")
-        path = re.sub("^//+", "/", path)
+        if path.startswith("//"):
+            path = "/" + path.lstrip("/")
         self.path = path if path.startswith("/upstream/") else tidy_path(path)
         if self.path.startswith("/upstream/") and self.path != path:
             raise self.unknown_path()  # what is below it travels as it was sent, so it has to be spelt out
@@ -6324,7 +6345,7 @@ class Exchange:
         content_type = self.fields.get("content-type")
         if leaves(path):
             raise BadRequest("the path leaves its engine")
-        named = {value for key, value in parse_qsl(self.query) if key == "model"}
+        named = {value for key, value in parse_qsl(self.query) if key == "model"} if self.query else set()
         if len(named) > 1:
             raise BadRequest("the request names two different models")
         query_model = named.pop() if named else None
@@ -6490,15 +6511,15 @@ class Exchange:
     def _begin_relay(self, response: Response) -> None:
         if self._opened:
             return
-        fields = response.fields.end_to_end(_NOT_RETURNED)
+        fields, event_stream = response.fields.end_to_end(_NOT_RETURNED), response.is_event_stream
         length: int | str = response.body.length
         if self.method == "HEAD":
             length = response.fields.get("content-length")
         elif response.status in (204, 304):
             length = ""
         # a comment of ours may stand neither in a body of a fixed length nor in a compressed one
-        self._events = response.is_event_stream and response.body.length < 0 and "content-encoding" not in response.fields
-        if response.is_event_stream and "x-accel-buffering" not in response.fields:
+        self._events = event_stream and response.body.length < 0 and "content-encoding" not in response.fields
+        if event_stream and "x-accel-buffering" not in response.fields:
             fields.append(("X-Accel-Buffering", "no"))
         self.begin(response.status, response.reason, fields, length)
 
@@ -6682,12 +6703,15 @@ _STREAM_FIELDS = (("Cache-Control", "no-cache"), ("X-Accel-Buffering", "no"))
 
 def leaves(path: str) -> bool:
     """Would a path climb out of its folder, when an engine decodes it and resolves the dots?"""
-    return any(segment in (".", "..") for segment in re.split(r"[/\\]", unquote(unquote(path))))
+    path = unquote(unquote(path)) if "%" in path else path
+    return "." in path and any(segment in (".", "..") for segment in re.split(r"[/\\]", path))
 
 
 def tidy_path(path: str) -> str:
     """Our own and the API's paths as people type them: runs of slashes are one, a last slash is none, escapes are decoded."""
-    path = re.sub("//+", "/", unquote(path) if "%" in path else path)
+    path = unquote(path) if "%" in path else path
+    if "//" in path:
+        path = re.sub("//+", "/", path)
     return path[:-1] if path.endswith("/") and path != "/" else path
 
 
@@ -6699,16 +6723,18 @@ _REPORTED = re.compile(
 )
 
 
+_REPORT_WORDS = (  # the later one of a kind counts
+    (b"prompt_n", "prompt"), (b"input_tokens", "prompt"), (b"prompt_tokens", "prompt"),
+    (b"predicted_n", "generated"), (b"output_tokens", "generated"), (b"completion_tokens", "generated"),
+    (b"predicted_per_second", "rate"),
+)
+
+
 def reported(end: bytes) -> dict[str, float]:
     """What the end of an answer reports: {"prompt", "generated"} in tokens, {"rate"} in tokens a second. By `usage` (OpenAI's,
     Anthropic's) and llama-server's `timings`; in a text the quotes of such a word are escaped, so it is no report."""
-    found = {name.decode(): float(value) for name, value in _REPORTED.findall(end)}
-    words = {
-        "prompt": ("prompt_tokens", "input_tokens", "prompt_n"),
-        "generated": ("completion_tokens", "output_tokens", "predicted_n"),
-        "rate": ("predicted_per_second",),
-    }
-    return {word: found[name] for word, names in words.items() for name in names[::-1] if name in found}
+    found = dict(_REPORTED.findall(end))
+    return {word: float(found[name]) for name, word in _REPORT_WORDS if name in found} if found else {}
 
 
 class Histogram:
@@ -6721,7 +6747,10 @@ class Histogram:
         self.total = 0.0
 
     def add(self, seconds: float) -> None:
-        self.counts[sum(seconds > bound for bound in self.BOUNDS)] += 1
+        at = 0
+        while at < len(self.BOUNDS) and seconds > self.BOUNDS[at]:
+            at += 1
+        self.counts[at] += 1
         self.total += seconds
 
 
@@ -6734,9 +6763,7 @@ class Counters:
         self.lock = threading.Lock()
         self.running: dict[Exchange, None] = {}  # those that are on their way to an engine, oldest first
         self.requests: dict[tuple[str, int], int] = {}
-        self.seconds: dict[str, Histogram] = {}
-        self.queued: dict[str, Histogram] = {}
-        self.first_byte: dict[str, Histogram] = {}
+        self.times: dict[str, tuple[Histogram, Histogram, Histogram]] = {}  # of the whole, of its queue, to its first byte
         self.tokens: dict[tuple[str, str], float] = {}  # (model, "prompt" or "generated")
         self.rates: deque[tuple[str, float, float]] = deque(maxlen=self.RATES)  # (model, when, tokens a second)
         self.refusals: dict[str, int] = {}  # by type
@@ -6751,12 +6778,12 @@ class Counters:
         with self.lock:
             del self.running[exchange]
             self.requests[key] = self.requests.get(key, 0) + 1
-            for histograms, seconds in (
-                (self.seconds, time.monotonic() - exchange.started),
-                (self.queued, exchange.queued),
-                (self.first_byte, exchange.first_byte),
-            ):
-                histograms.setdefault(model, Histogram()).add(seconds)
+            if model not in self.times:
+                self.times[model] = (Histogram(), Histogram(), Histogram())
+            whole, queue, first_byte = self.times[model]
+            whole.add(time.monotonic() - exchange.started)
+            queue.add(exchange.queued)
+            first_byte.add(exchange.first_byte)
             for word in report.keys() & {"prompt", "generated"}:
                 self.tokens[model, word] = self.tokens.get((model, word), 0.0) + report[word]
             if report.get("rate"):
@@ -6930,7 +6957,7 @@ class Proxy(socketserver.ThreadingTCPServer):
         with self._lock:
             self._connections.add(connection)
         try:
-            threading.Thread(target=connection.serve, daemon=True).start()
+            _thread.start_new_thread(connection.serve, ())  # threading's would wait for it to begin
         except RuntimeError as error:  # no more threads
             self.gone(connection)
             log(f"a connection cannot be served: {error}", WARN)
@@ -7349,15 +7376,15 @@ def _families(proxy: Proxy) -> Iterator[tuple[str, str, str, Samples]]:
     counters, hosts = proxy.counters, proxy.hosts
     with counters.lock:  # a thread that ends a request meanwhile would grow what is read here
         requests, tokens, refusals = dict(counters.requests), dict(counters.tokens), dict(counters.refusals)
-        seconds, queued, first = dict(counters.seconds), dict(counters.queued), dict(counters.first_byte)
+        times = dict(counters.times)
 
     def per_host(value: Callable[[Host], Any]) -> Samples:
         return [("", {"host": name}, value(host)) for name, host in sorted(hosts.items()) if value(host) is not None]
 
-    def histograms(of: dict[str, Histogram]) -> Samples:
+    def histograms(which: int) -> Samples:
         samples: Samples = []
-        for model, histogram in sorted(of.items()):
-            total = 0
+        for model, all_three in sorted(times.items()):
+            histogram, total = all_three[which], 0
             for bound, count in zip((*Histogram.BOUNDS, NEVER), histogram.counts):
                 total += count
                 samples.append(("_bucket", {"model": model, "le": "+Inf" if bound == NEVER else f"{bound:g}"}, total))
@@ -7372,9 +7399,9 @@ def _families(proxy: Proxy) -> Iterator[tuple[str, str, str, Samples]]:
     yield "requests_in_flight", "gauge", "Requests queued for an engine, or on it.", [
         ("", {"model": model}, count) for model, count in sorted(counters.in_flight().items())
     ]
-    yield "request_seconds", "histogram", "From a request's header to the end of its answer.", histograms(seconds)
-    yield "queue_seconds", "histogram", "Until its engine took it: a switch, a start.", histograms(queued)
-    yield "first_byte_seconds", "histogram", "From a request's header to its answer's first byte.", histograms(first)
+    yield "request_seconds", "histogram", "From a request's header to the end of its answer.", histograms(0)
+    yield "queue_seconds", "histogram", "Until its engine took it: a switch, a start.", histograms(1)
+    yield "first_byte_seconds", "histogram", "From a request's header to its answer's first byte.", histograms(2)
     yield "tokens_total", "counter", "Tokens, as far as engines report them.", [
         ("", {"model": model, "kind": kind}, count) for (model, kind), count in sorted(tokens.items())
     ]

@@ -142,6 +142,15 @@ def test_the_model_behind_megabytes_of_base64_and_of_escapes_is_found():
             assert [data[slice(*span)] for span in asked.spans] == [b'"small"']
 
 
+@SAME_EVERY_TIME
+@given(st.lists(st.tuples(st.integers(0, 450), st.sampled_from(['"', "\\", "\n", "[", "}", 'é"', '","model":"wrong'])), max_size=600))
+def test_code_in_a_prompt_is_skipped_whatever_is_escaped_in_it(pieces):
+    text = "".join("x" * length + sign for length, sign in pieces)
+    for value in (text, [text, {"content": text, text[-1:]: [1]}]):
+        body = json.dumps({"messages": value, "model": "small"}).encode()
+        agrees(body, ("small", False))
+
+
 @pytest.mark.parametrize("stream", ['"true"', '"false"', "1", "0", "null", "false", "{}", "[true]", "True"])
 def test_nothing_but_true_is_a_stream(stream):
     assert asked_in_json(f'{{"model":"small","stream":{stream}}}'.encode()).stream is False
@@ -166,6 +175,8 @@ AMBIGUOUS = [
     '{"model":"small"',
     '{"model":"small',
     '{"model":"small",}',
+    '{,"model":"small"}',
+    '{"x":1,,"model":"small"}',
     '{"model":}',
     '{"model"}',
     '{model:"small"}',
