@@ -1934,6 +1934,12 @@ class Box:
         except OSError:
             return None
 
+    def cpu_seconds(self) -> dict[int, float]:
+        """How long each CPU has worked since the boot, for whomever (proc(5), /proc/stat; what a hypervisor took counts)."""
+        lines = re.findall(r"(?m)^cpu(\d+) (.*)$", self.read("proc/stat") or "")
+        times = {int(cpu): list(map(int, ticks.split())) for cpu, ticks in lines}
+        return {cpu: (sum(t[:3]) + sum(t[5:8])) / os.sysconf("SC_CLK_TCK") for cpu, t in times.items()}
+
     def boot(self) -> str | None:
         """Which boot of the machine this is: pids and start times mean nothing in another one."""
         return (self.read("proc/sys/kernel/random/boot_id") or "").strip() or None
@@ -6806,13 +6812,14 @@ class Counters:
 class Connection:
     """One client's connection, served by one thread."""
 
-    __slots__ = ("proxy", "wire", "idle_since", "used")
+    __slots__ = ("proxy", "wire", "idle_since", "used", "_cpus")
 
     def __init__(self, proxy: Proxy, sock: socket.socket) -> None:
         self.proxy = proxy
         self.wire = Wire(sock)
         self.idle_since: float | None = None  # None: at work
         self.used = False  # has it carried a request?
+        self._cpus: frozenset[int] = frozenset()
 
     def may_go(self) -> bool:
         """Is it idle, and may it be hung up while the proxy drains? Who has just connected has not asked yet."""
@@ -6832,6 +6839,7 @@ class Connection:
         if not head:
             return False
         self.used = True
+        self._cpus = self.proxy.one_cpu.join(self._cpus)
         exchange = Exchange(self.proxy, self.wire, head)
         try:
             exchange.run()
@@ -6880,6 +6888,101 @@ class Connection:
         return ""
 
 
+class Crew:
+    """The threads that serve connections. To start one costs more than many a request, so each waits for another connection
+    for a while when its own has ended."""
+
+    PATIENCE = 60.0  # seconds
+
+    def __init__(self) -> None:
+        import queue
+
+        self._handed: Any = queue.SimpleQueue()
+        self._none = queue.Empty
+        self._free = 0  # threads that wait, less those that a connection was handed to already
+        self._lock = threading.Lock()
+
+    def serve(self, connection: Connection) -> None:
+        """Have it served. RuntimeError when there can be no more threads."""
+        with self._lock:
+            waits = self._free > 0
+            self._free -= waits
+        if waits:
+            self._handed.put(connection)
+        else:
+            _thread.start_new_thread(self._run, (connection,))  # threading's would wait for it to begin
+
+    def _run(self, connection: Connection | None) -> None:
+        while connection is not None:
+            connection.serve()
+            connection = self._next()
+
+    def _next(self) -> Connection | None:
+        with self._lock:
+            self._free += 1
+        try:
+            return self._handed.get(timeout=self.PATIENCE)  # type: ignore[no-any-return]
+        except self._none:
+            pass
+        with self._lock:
+            if self._free > 0:
+                self._free -= 1
+                return None
+        return self._handed.get()  # type: ignore[no-any-return]  # it was handed over in this moment
+
+
+class OneCpu:
+    """The CPU that the threads which serve connections keep to, as long as others leave it to them.
+
+    They take turns at the interpreter anyway, and to hand it from one CPU to another costs more than most of what they do with
+    it. Threads that start processes are no part of this: an engine gets all the CPUs that the proxy was given.
+    """
+
+    PAUSE = 1.0  # seconds from look to look, and a look comes with a request
+    OTHERS = 0.4  # of a CPU's time: where others take more than that, the scheduler places us better
+
+    def __init__(self, box: Box) -> None:
+        self._box = box
+        several = hasattr(os, "sched_setaffinity") and getattr(sys, "_is_gil_enabled", lambda: True)()
+        self._given = frozenset(os.sched_getaffinity(0)) if several else frozenset()
+        self.cpus = frozenset([max(self._given)]) if len(self._given) > 1 else self._given
+        self._seen: tuple[float, float, dict[int, float]] = (0.0, 0.0, {})
+        self._look_due = 0.0
+
+    def join(self, cpus: frozenset[int]) -> frozenset[int]:
+        """Go where the others are; the calling thread was left on `cpus`, and is on those that are returned."""
+        if len(self._given) < 2:
+            return cpus
+        if time.monotonic() >= self._look_due:
+            self._look()
+        if self.cpus is not cpus:
+            try:
+                os.sched_setaffinity(0, self.cpus)
+            except OSError:
+                pass  # the CPU was taken from us: the next look will tell
+        return self.cpus
+
+    def _look(self) -> None:
+        now, spent, busy = time.monotonic(), time.process_time(), self._box.cpu_seconds()
+        (then, spent_then, busy_then), self._seen = self._seen, (now, spent, busy)
+        self._look_due = now + self.PAUSE
+        seconds = now - then
+        if self.PAUSE / 2 < seconds < self.PAUSE * 1.25:  # a look that comes late has seen a time without much work for us
+            shares = {cpu: (busy[cpu] - busy_then[cpu]) / seconds for cpu in self._given & busy.keys() & busy_then.keys()}
+            self.cpus = self.choose(self.cpus, self._given, shares, (spent - spent_then) / seconds)
+
+    @classmethod
+    def choose(cls, cpus: frozenset[int], given: frozenset[int], busy: dict[int, float], ours: float) -> frozenset[int]:
+        """Where to go from `cpus`: one CPU, or all that were given. `busy`: which share of its time each worked; `ours`: for us,
+        on all of them together."""
+        part = min(1.0, ours / (sum(busy[cpu] for cpu in cpus & busy.keys()) or 1.0))
+        others = {cpu: share * (1 - part) if cpu in cpus else share for cpu, share in busy.items()}
+        if len(cpus) == 1 and all(others.get(cpu, 1.0) <= cls.OTHERS for cpu in cpus):
+            return cpus
+        best = min(others, key=lambda cpu: others[cpu], default=None)
+        return frozenset([best]) if best is not None and others[best] <= cls.OTHERS / 2 else given
+
+
 # What answers a path by itself: path -> method -> (handler, does it take an admin key). A path that ends in "*" stands for
 # all below it.
 if TYPE_CHECKING:
@@ -6906,6 +7009,8 @@ class Proxy(socketserver.ThreadingTCPServer):
         self._connections: set[Connection] = set()
         self._host_threads: dict[str, threading.Thread] = {}
         self._lock = threading.Lock()
+        self._crew, self.one_cpu = Crew(), OneCpu(Box())
+        self._cpus: frozenset[int] = frozenset()  # of the accepting thread
         host, port = config.proxy.listen
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -6954,10 +7059,11 @@ class Proxy(socketserver.ThreadingTCPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         connection = Connection(self, request)
+        self._cpus = self.one_cpu.join(self._cpus)
         with self._lock:
             self._connections.add(connection)
         try:
-            _thread.start_new_thread(connection.serve, ())  # threading's would wait for it to begin
+            self._crew.serve(connection)
         except RuntimeError as error:  # no more threads
             self.gone(connection)
             log(f"a connection cannot be served: {error}", WARN)
