@@ -331,29 +331,34 @@ class Failed(Exception):
 
 
 def cron(python, contender, quick):
-    """What a box pays every minute: the CPU of an agent call and of a watch pass, in times of an interpreter that does
-    nothing, one round each; and that of an agent that follows, in percent of a core."""
-    llmguard = [python, str(LLMGUARD)]
+    """What a box pays every minute: the CPU of an agent call as the proxy makes it, and of a watch pass as examples/crontab
+    has it, in times of an interpreter that does nothing, one round each; and that of an agent that follows, in percent of
+    a core."""
+    sys.path[:0] = [str(LLMGUARD.parent)]
+    from llmguard import start_words
+    llmguard = [python, "-S", "-E", "-c", start_words(str(LLMGUARD))]
     ask = b'{"op":"status","engines":{}}\n'
     commands = {"agent": (llmguard + ["agent"], ask),
-                "watch": (llmguard + ["watch", "--url", "http://127.0.0.1:%d" % contender.port], b"")}
+                "watch": ([python, "-m", "llmguard", "watch", "--url", "http://127.0.0.1:%d" % contender.port], b"")}
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         environment = dict(os.environ, LLMGUARD_STATE_DIR=folder)
-        commands = {key: run for key, run in commands.items() if offered(run[0])}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        commands = {key: run for key, run in commands.items() if offered(run[0], environment)}
         for _ in range(3 if quick else 10):
             nothing = cpu_of([python, "-c", "pass"], b"", environment)
             yield {"cron_" + key: cpu_of(*run, environment) / nothing for key, run in commands.items()}
         yield {"cron_follow": following(llmguard, ask, environment, 2 if quick else 5)}
 
 
-def offered(command):
-    return subprocess.run(command + ["--help"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
+def offered(command, environment):
+    return subprocess.run(command + ["--help"], env=environment, cwd=LLMGUARD.parent, stdout=subprocess.DEVNULL,
+                          stderr=subprocess.DEVNULL).returncode == 0
 
 
 def cpu_of(command, data, environment):
     """Milliseconds of user and system time, its children included."""
-    process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, env=environment, cwd=LLMGUARD.parent, stdin=subprocess.PIPE,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     with process.stdin:
         process.stdin.write(data)
     _, process.returncode, usage = os.wait4(process.pid, 0)
