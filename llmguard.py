@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import _thread
 import errno
+import gc
 import json
 import os
 import re
@@ -47,7 +48,6 @@ import sys
 import threading
 import time
 from collections import deque
-from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 TYPE_CHECKING = False  # typing itself costs more start-up time than a cron job should pay
 if TYPE_CHECKING:
@@ -355,16 +355,43 @@ if not TYPE_CHECKING:  # for a type checker this is the standard library's datac
         return kind.__fields__.values()
 
 
+# ----- patterns and hashes
+
+
+class Pattern:
+    """A regular expression that is compiled when it is first used: all of them would take each start 6 ms."""
+
+    def __init__(self, text: str | bytes) -> None:
+        self._text = text
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(re.compile(self._text), name)
+        setattr(self, name, method)  # from now on it costs nothing
+        return method
+
+
+def digest(data: bytes) -> str:
+    """Its sha256 in hex. The lean module comes first, as in the standard library's random: hashlib loads OpenSSL, which takes 6 ms."""
+    try:
+        from _sha2 import sha256 as lean  # type: ignore[import-not-found,unused-ignore]  # Python 3.12
+    except ImportError:
+        try:
+            from _sha256 import sha256 as lean  # type: ignore[import-not-found,no-redef,unused-ignore]
+        except ImportError:
+            from hashlib import sha256 as lean
+    return str(lean(data).hexdigest())
+
+
 # ----- durations and sizes
 
 NEVER = float("inf")
 _DURATION_UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
-_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d)")
+_DURATION = Pattern(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d)")
 _LONGEST = 1e9  # seconds, 31 years: the system's own waits take no number much larger
 _SIZE_UNITS = {"": 1, "B": 1}
 _SIZE_UNITS.update({p + "iB": 1024 ** n for n, p in enumerate("KMGT", 1)})
 _SIZE_UNITS.update({p + "B": 1000 ** n for n, p in enumerate("KMGT", 1)})
-_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]+)?) ?([KMGT]?i?B?)")
+_SIZE = Pattern(r"([0-9]{1,15}(?:\.[0-9]+)?) ?([KMGT]?i?B?)")
 
 
 def duration(text: str | int | float) -> float:
@@ -433,6 +460,9 @@ class Clock:
         condition.wait(None if seconds == NEVER else max(0.0, seconds))
 
 
+_TIMESTAMP = Pattern(r"([0-9]{4})-([0-9]{2})-([0-9]{2})T([0-9]{2}):([0-9]{2}):([0-9]{2})Z")
+
+
 def timestamp(seconds: float | None) -> str | None:
     """Seconds since the epoch -> '2026-10-25T16:57:34Z'."""
     return None if seconds is None else time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
@@ -440,34 +470,35 @@ def timestamp(seconds: float | None) -> str | None:
 
 def parse_timestamp(text: Any) -> float:
     """The other way round; 0.0 for anything else."""
-    import calendar
+    import datetime  # which is there four times as soon as time.strptime
 
+    match = _TIMESTAMP.fullmatch(text) if isinstance(text, str) else None
     try:
-        return float(calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%SZ")))
-    except (ValueError, TypeError):
+        year, month, day, hour, minute, second = map(int, match.groups() if match else ())
+        return datetime.datetime(year, month, day, hour, minute, second, tzinfo=datetime.timezone.utc).timestamp()
+    except ValueError:
         return 0.0
 
 
 # ----- the log
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_CONTROL = Pattern(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
     """Text from outside made safe for one line of a log or a terminal: control characters are shown, not sent."""
-    return _CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", text)
+    return str(_CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", text))
 
 
-_RETRY_BAIT = re.compile(
-    r"\b[1-5]\d\d\b|time(?:d )?-?out|connection (?:refused|reset)|overloaded|terminated|rate.?limit|too many requests",
-    re.IGNORECASE,
+_RETRY_BAIT = Pattern(
+    r"(?i)\b[1-5]\d\d\b|time(?:d )?-?out|connection (?:refused|reset)|overloaded|terminated|rate.?limit|too many requests"
 )
 
 
 def client_safe(text: str) -> str:
     """A text without what clients' retry patterns look for: bare status numbers and words such as "timeout" make some
     coding agents try again for ever. The log keeps the original."""
-    return _RETRY_BAIT.sub("…", re.sub(r",? ?\(?\bpid \d+\)?", "", printable(text)))
+    return str(_RETRY_BAIT.sub("…", re.sub(r",? ?\(?\bpid \d+\)?", "", printable(text))))
 
 
 ERROR, WARN, INFO, DEBUG = 3, 4, 6, 7  # syslog's priorities
@@ -510,10 +541,8 @@ log = Log()
 
 def own_hash() -> str:
     """The sha256 of this file's content, in hex: tells which boxes run which copy."""
-    import hashlib
-
     with open(os.path.abspath(__file__), "rb") as file:
-        return hashlib.sha256(file.read()).hexdigest()
+        return digest(file.read())
 
 
 # ----- state files
@@ -837,11 +866,13 @@ STALL = 600.0  # seconds that a peer may take no byte at all before it counts as
 PROBE_PAUSE, PROBES = 15, 5  # seconds; an engine's machine that lost its power is known to be gone after 90, once back at once
 
 _TOKEN = r"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
-_FIELD = re.compile(rf"({_TOKEN}):([^\x00-\x08\x0a-\x1f\x7f]*)\r\n")
-_DIGITS = re.compile(r"[0-9]{1,18}")  # not int(): that takes 1_0, +5 and blanks
-_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[^\x00-\x08\x0a-\x1f\x7f]*)?")
-_CHUNK_START = re.compile(rb"([0-9A-Fa-f]{1,15})\r\n")
-_STATUS_LINE = re.compile(r"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: ([^\x00-\x08\x0a-\x1f\x7f]*))?")
+_FIELD = Pattern(rf"({_TOKEN}):([^\x00-\x08\x0a-\x1f\x7f]*)\r\n")
+_UNRESERVED = Pattern(r"[0-9A-Za-z_.~-]*")
+_URL = Pattern(r"(?i:http)://(?:\[([^][/?#@\s]+)\]|([^][/?#@:\s]+))(?::([0-9]{1,5}))?((?:/[^?#\s]*)?)")
+_DIGITS = Pattern(r"[0-9]{1,18}")  # not int(): that takes 1_0, +5 and blanks
+_CHUNK_SIZE = Pattern(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[^\x00-\x08\x0a-\x1f\x7f]*)?")
+_CHUNK_START = Pattern(rb"([0-9A-Fa-f]{1,15})\r\n")
+_STATUS_LINE = Pattern(r"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: ([^\x00-\x08\x0a-\x1f\x7f]*))?")
 
 HOP_BY_HOP = frozenset(
     "connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding upgrade "
@@ -1174,6 +1205,33 @@ class Body:
         raise BodyTooLarge(limit=size_text(limit), hint="")
 
 
+def quote(text: str, safe: str = "/") -> str:
+    """Percent-encoded, as urllib.parse does it; that takes 4 ms to import, and seldom has something to do."""
+    if _UNRESERVED.fullmatch(text.replace("/", "") if "/" in safe else text):
+        return text
+    import urllib.parse
+
+    return urllib.parse.quote(text, safe)
+
+
+def unquote(text: str) -> str:
+    """The other way round."""
+    if "%" not in text:
+        return text
+    import urllib.parse
+
+    return urllib.parse.unquote(text)
+
+
+def query_values(query: str, name: str) -> list[str]:
+    """What a URL's query says of a name."""
+    if name not in query and "%" not in query:
+        return []
+    import urllib.parse
+
+    return [value for key, value in urllib.parse.parse_qsl(query) if key == name]
+
+
 @dataclass(frozen=True)
 class Address:
     """Where an engine answers. `base` is put before every path."""
@@ -1191,10 +1249,13 @@ class Address:
     @classmethod
     def of_url(cls, url: str) -> Address:
         """'http://[::1]:8080/base' -> Address; ValueError says what is wrong with it."""
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname or parts.query or parts.username is not None:
+        match = _URL.fullmatch(url)
+        if not match:
             raise ValueError("an address looks like http://127.0.0.1:8080")
-        return cls(parts.hostname, parts.port or 80, parts.path.rstrip("/"))
+        port = int(match.group(3) or 80)
+        if not 0 < port < 65536:
+            raise ValueError(f"port {port} is out of range")
+        return cls((match.group(1) or match.group(2)).lower(), port, match.group(4).rstrip("/"))
 
 
 class Pool:
@@ -1266,7 +1327,9 @@ class Pool:
             self._found = self._found or [(socket.AF_UNIX, socket.SOCK_STREAM, 0, "", self.address.host)]
         elif now >= self._found_until:
             try:
-                self._found = socket.getaddrinfo(self.address.host, self.address.port, type=socket.SOCK_STREAM)
+                host = self.address.host
+                name = host.encode() if host.isascii() else host  # a text would go through the idna codec, 2 ms to import
+                self._found = socket.getaddrinfo(name, self.address.port, type=socket.SOCK_STREAM)
             except OSError:
                 return []
             self._found_until = now + self.REMEMBERED
@@ -1408,7 +1471,7 @@ def request(
 # its key path before it gives up, so that a file is mended in one go.
 
 CONFIG_NAMES = ("llmguard.toml", "llmguard.json")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_NAME = Pattern(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def _key(read: Callable[[Any], Any], default: Any = MISSING, make: Any = MISSING) -> Any:
@@ -1490,7 +1553,7 @@ def _texts(value: Any) -> tuple[str, ...]:
     return tuple(_text(entry) for entry in value)
 
 
-_NOT_A_WORD = re.compile(r"[\x00\ud800-\udfff]")  # a script for `sh -c` may have many lines
+_NOT_A_WORD = Pattern(r"[\x00\ud800-\udfff]")  # a script for `sh -c` may have many lines
 
 
 def _command(value: Any) -> tuple[str, ...]:
@@ -1824,14 +1887,14 @@ def _warnings(proxy: ProxyConfig, hosts: dict[str, HostConfig]) -> Iterator[str]
 
 def is_loopback(host: str) -> bool:
     """127/8, ::1 (v4-mapped too) and localhost."""
-    import ipaddress
-
-    try:
-        address = ipaddress.ip_address(host.split("%")[0])
-    except ValueError:
-        return host == "localhost"
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            packed = socket.inet_pton(family, host.split("%")[0])
+        except (OSError, ValueError):
+            continue
+        mapped = packed[-4:] if packed.startswith(bytes(10) + b"\xff\xff") or len(packed) == 4 else b""
+        return mapped[:1] == b"\x7f" or packed == bytes(15) + b"\x01"
+    return host == "localhost"
 
 
 def config_path(chosen: str | None = None) -> str | None:
@@ -2029,11 +2092,11 @@ class Box:
 
     def _sockets(self, port: int, state: str) -> list[int]:
         """The inodes of the TCP sockets of a local port that are in a state, IPv4 and IPv6: proc(5), /proc/net/tcp."""
-        inodes = []
+        inodes, mark = [], f":{port:04X} "
         for table in ("proc/net/tcp", "proc/net/tcp6"):
-            for line in (self.read(table) or "").splitlines()[1:]:
-                words = line.split()
-                if words[3] == state and int(words[1].rpartition(":")[2], 16) == port:
+            for line in (self.read(table) or "").splitlines():
+                words = line.split() if mark in line else []
+                if words and words[1].endswith(mark[:-1]) and words[3] == state:
                     inodes.append(int(words[9]))
         return inodes
 
@@ -2060,6 +2123,21 @@ class Box:
             if process:
                 found.append(process)
         return found
+
+
+class StillBox(Box):
+    """A box whose sockets are those of the first look at them, for a look at several ports: the kernel takes long to list them."""
+
+    def __init__(self, box: Box) -> None:
+        super().__init__(box.root)
+        self._tables: dict[str, str | None] = {}
+
+    def read(self, path: str) -> str | None:
+        if not path.startswith("proc/net/"):
+            return super().read(path)
+        if path not in self._tables:
+            self._tables[path] = super().read(path)
+        return self._tables[path]
 
 
 def _link(path: str) -> str:
@@ -2304,7 +2382,7 @@ def user_name(uid: int) -> str:
 
 _COMPLETE = (0, 14)  # 14: the whole answer, and a warning that some card's infoROM is corrupted (nvidia-smi(1))
 _SIZE_WORDS = {"": 1 << 20, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-_NVIDIA_SIZE = re.compile(r"([0-9]{1,15})(?: (B|KiB|MiB|GiB))?")
+_NVIDIA_SIZE = Pattern(r"([0-9]{1,15})(?: (B|KiB|MiB|GiB))?")
 _UNIFIED = ("N/A", "[N/A]", "Not Supported", "[Not Supported]")  # the totals of GB10 and Jetson
 _GPU_QUERY = "index,uuid,memory.total,memory.used,memory.free,name"
 
@@ -2527,8 +2605,8 @@ class DrmClient:
     host: int | None
 
 
-_FDINFO = re.compile(r"(?m)^(drm-pdev|drm-client-id|pdev|pasid):[ \t]*(\S+)[ \t]*$")
-_FDINFO_SIZE = re.compile(
+_FDINFO = Pattern(r"(?m)^(drm-pdev|drm-client-id|pdev|pasid):[ \t]*(\S+)[ \t]*$")
+_FDINFO_SIZE = Pattern(
     r"(?m)^(?:drm-(resident|memory|total)-([a-z]+[0-9]*)|(vram|gtt) mem):[ \t]*([0-9]{1,18})(?: (kB|KiB|MiB|GiB))?[ \t]*$"
 )
 _FDINFO_UNITS = {"": 1, "kB": 1 << 10, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -3669,7 +3747,7 @@ def _survivor(before: Iterable[Process], box: Box) -> str | None:
 
 # ----- what a running one can be asked
 
-_AT_WORK = re.compile(  # llama.cpp's and vLLM's gauges
+_AT_WORK = Pattern(  # llama.cpp's and vLLM's gauges
     r"(?m)^\w+[:_](?:num_)?requests_(?:processing|deferred|running|waiting)(?:\{.*\})? ([0-9.]+)"
 )
 
@@ -3719,7 +3797,7 @@ class EngineApi:
                 return self._works("")
             values = {entry["id"]: (entry.get("status") or {}).get("value") for entry in self.models() or ()}
             loaded = [name for name, value in values.items() if value == "loaded" and model in (None, name)]
-            works = {self._works("?model=" + quote(name, safe="")) for name in loaded}
+            works = {self._works("?model=" + quote(name, "")) for name in loaded}
             return True if True in works else None if None in works else False
         except DeadlinePassed:
             return True
@@ -4133,16 +4211,14 @@ def receive(data: bytes, wanted: str) -> dict[str, Any]:
 
     It is always run as `python3 FILE`, so a lost exec bit cannot matter; the mode is set all the same.
     """
-    import hashlib
-
     path = os.path.join(os.path.expanduser("~"), INSTALLED)
-    found = hashlib.sha256(data).hexdigest()
+    found = digest(data)
     if found != wanted:
         raise AgentError(f"{DAMAGED}: its sha256 is {found[:12]}…, not {wanted[:12]}…")
     before = None
     try:
         with open(path, "rb") as file:
-            before = hashlib.sha256(file.read()).hexdigest()
+            before = digest(file.read())
     except OSError:
         pass
     temp = f"{path}.{os.getpid()}.tmp"
@@ -4217,6 +4293,7 @@ def agent_main(folder: str, mode: str = "") -> int:
         return 64
     agent = Agent(folder)
     if mode == "follow":
+        gc.enable()
         os.write(1, BANNER.encode() + b"\n")
         try:
             follow(agent, ask, lambda reply: _write_line(json.dumps(reply)), _stdin_ended)
@@ -4279,9 +4356,9 @@ def start_words(path: str) -> str:
     """The Python program, for `python3 -c`, that runs the copy of llmguard at that path. An imported file is compiled once; one
     that is run by its name each time, which takes more than all the rest. It has no character that any login shell minds
     between double quotes, and the folder takes the place of the current one in sys.path: no json.py that lies about there
-    is ours."""
+    is ours. The garbage that a start makes is not worth the 2 ms that its collection takes; `main` turns it on again."""
     folder, name = os.path.split(path)
-    return f"import sys; sys.path[:1] = [{folder!r}]; import {name[:-3]} as copy; sys.exit(copy.main())"
+    return f"import gc, sys; gc.disable(); sys.path[:1] = [{folder!r}]; import {name[:-3]} as copy; sys.exit(copy.main())"
 
 
 def importable(path: str) -> bool:
@@ -4391,11 +4468,10 @@ class Remote:
         """Copy this very file to the box -> the reply of `receive`. An agent that is there takes it (also under a forced
         command); where there is none yet, the box's Python runs the new file from stdin, which then stores itself."""
         import base64
-        import hashlib
 
         with open(os.path.abspath(__file__), "rb") as file:
             data = file.read()
-        sha256 = hashlib.sha256(data).hexdigest()
+        sha256 = digest(data)
         header = json.dumps({"sha256": sha256, "size": len(data)}).encode() + b"\n"
         done = self.ssh("agent --receive", 60.0, header + data)
         reply, _ = read_reply(done.out)
@@ -5869,9 +5945,9 @@ MAX_DEPTH = 200  # of nested JSON in a request
 LINGER = 2.0  # seconds to read on after a refusal, so that a reset does not destroy the answer on its way
 SEND_PIECE = 1 << 20
 
-_EMPTY_LINES = re.compile(rb"\A(?:\r\n)+")
+_EMPTY_LINES = Pattern(rb"\A(?:\r\n)+")
 _METHODS = frozenset("GET HEAD POST PUT PATCH DELETE OPTIONS".split())
-_REQUEST_LINE = re.compile(rf"({_TOKEN}) ([\x21-\x7e]+) HTTP/([0-9])\.([0-9])")
+_REQUEST_LINE = Pattern(rf"({_TOKEN}) ([\x21-\x7e]+) HTTP/([0-9])\.([0-9])")
 _NOT_FORWARDED = HOP_BY_HOP | frozenset(
     # x-conversation-id makes llama-server go on after its client left; keys are ours, never the engine's
     "host content-length content-encoding expect cookie authorization x-api-key x-conversation-id".split()
@@ -5909,14 +5985,14 @@ class Asked:
     quoted: bool = True  # is the raw value a JSON string, or plain text (multipart)?
 
 
-_JSON_GAP = re.compile(rb"[ \t\r\n]*")
-_JSON_KEY = re.compile(rb'"([!#-\[\]-~]*)"[ \t\r\n]*:[ \t\r\n]*')  # of plain ASCII
-_JSON_END = re.compile(rb"}[ \t\r\n]*\Z")
-_JSON_NEXT = re.compile(rb"[ \t\r\n]*(,[ \t\r\n]*|}[ \t\r\n]*\Z)")
+_JSON_GAP = Pattern(rb"[ \t\r\n]*")
+_JSON_KEY = Pattern(rb'"([!#-\[\]-~]*)"[ \t\r\n]*:[ \t\r\n]*')  # of plain ASCII
+_JSON_END = Pattern(rb"}[ \t\r\n]*\Z")
+_JSON_NEXT = Pattern(rb"[ \t\r\n]*(,[ \t\r\n]*|}[ \t\r\n]*\Z)")
 # the next bracket, or quote; short strings on the way to it are skipped, a long one is found faster by its end
-_JSON_STRUCTURE = re.compile(rb'(?:[^"\[\]{}]{0,200}"[^"\\]{0,200}"){0,16}[^"\[\]{}]*(["\[\]{}])')
-_JSON_ESCAPES = re.compile(rb'(?s:(?:[^"\\]{0,200}\\.){0,200})[^"\\]{0,200}("?)')  # where one is, as in code, there are more
-_JSON_PLAIN = re.compile(rb"[-+.0-9A-Za-z]+")
+_JSON_STRUCTURE = Pattern(rb'(?:[^"\[\]{}]{0,200}"[^"\\]{0,200}"){0,16}[^"\[\]{}]*(["\[\]{}])')
+_JSON_ESCAPES = Pattern(rb'(?s:(?:[^"\\]{0,200}\\.){0,200})[^"\\]{0,200}("?)')  # where one is, as in code, there are more
+_JSON_PLAIN = Pattern(rb"[-+.0-9A-Za-z]+")
 
 
 def _string_end(data: Any, start: int) -> int:
@@ -5929,9 +6005,9 @@ def _string_end(data: Any, start: int) -> int:
         if data[at - 1] != 92 or (data[at - 2] == 92 and not _is_escaped(data, start, at)):
             return int(at) + 1
         crowd = _JSON_ESCAPES.match(data, at + 1)
-        if crowd.group(1):  # type: ignore[union-attr]
-            return int(crowd.end())  # type: ignore[union-attr]
-        at = crowd.end() - 1  # type: ignore[union-attr]
+        if crowd.group(1):
+            return int(crowd.end())
+        at = crowd.end() - 1
 
 
 def _is_escaped(data: Any, start: int, at: int) -> bool:
@@ -5955,7 +6031,7 @@ def _value_end(data: Any, start: int) -> int:
         match = _JSON_PLAIN.match(data, start)
         if not match:
             raise BadRequest("the request's body is no JSON: a value is missing")
-        return match.end()
+        return int(match.end())
     depth, at = 0, start
     while True:
         match = _JSON_STRUCTURE.match(data, at)
@@ -5971,7 +6047,7 @@ def _value_end(data: Any, start: int) -> int:
         else:
             depth -= 1
             if not depth:
-                return at
+                return int(at)
 
 
 def asked_in_json(data: Any) -> Asked:
@@ -5980,10 +6056,10 @@ def asked_in_json(data: Any) -> Asked:
     `data` is bytes or an mmap. BadRequest for anything but one object, a model that is no text, and two different models:
     the proxy and an engine might each believe another one.
     """
-    at = _JSON_GAP.match(data, 3 if data[:3] == b"\xef\xbb\xbf" else 0).end()  # type: ignore[union-attr]
+    at = _JSON_GAP.match(data, 3 if data[:3] == b"\xef\xbb\xbf" else 0).end()
     if data[at:at + 1] != b"{":
         raise BadRequest("the request's body is no JSON object")
-    at = _JSON_GAP.match(data, at + 1).end()  # type: ignore[union-attr]
+    at = _JSON_GAP.match(data, at + 1).end()
     found: dict[bytes, list[tuple[int, int]]] = {b"model": [], b"stream": []}
     more = not _JSON_END.match(data, at)
     while more:
@@ -6013,11 +6089,11 @@ def _json_key(data: Any, at: int) -> tuple[bytes, int]:
     if data[at:at + 1] != b'"':
         raise BadRequest("the request's body is no JSON: a key is due")
     end = _string_end(data, at)
-    colon = _JSON_GAP.match(data, end).end()  # type: ignore[union-attr]
+    colon = _JSON_GAP.match(data, end).end()
     if data[colon:colon + 1] != b":":
         raise BadRequest("the request's body is no JSON: a colon is due")
     key: str = _json_value(data, at, end)
-    return key.encode("utf-8", "surrogatepass"), _JSON_GAP.match(data, colon + 1).end()  # type: ignore[union-attr]
+    return key.encode("utf-8", "surrogatepass"), _JSON_GAP.match(data, colon + 1).end()
 
 
 def _json_value(data: Any, start: int, end: int) -> Any:
@@ -6027,8 +6103,8 @@ def _json_value(data: Any, start: int, end: int) -> Any:
         raise BadRequest("the request's body is no JSON") from None
 
 
-_DISPOSITION = re.compile(r"(?im)^content-disposition:[ \t]*form-data[ \t]*(.*?)\r?$")
-_PARAMETER = re.compile(r';[ \t]*([^\s=;"]+)=("(?:[^"\\]|\\.)*"|[^\s;"]*)[ \t]*')
+_DISPOSITION = Pattern(r"(?im)^content-disposition:[ \t]*form-data[ \t]*(.*?)\r?$")
+_PARAMETER = Pattern(r';[ \t]*([^\s=;"]+)=("(?:[^"\\]|\\.)*"|[^\s;"]*)[ \t]*')
 
 
 def _field_name(head: str) -> str:
@@ -6351,7 +6427,7 @@ class Exchange:
         content_type = self.fields.get("content-type")
         if leaves(path):
             raise BadRequest("the path leaves its engine")
-        named = {value for key, value in parse_qsl(self.query) if key == "model"} if self.query else set()
+        named = set(query_values(self.query, "model"))
         if len(named) > 1:
             raise BadRequest("the request names two different models")
         query_model = named.pop() if named else None
@@ -6366,10 +6442,10 @@ class Exchange:
         route = self.proxy.route(self.asked.model if self.asked.model is not None else query_model)
         query = self.query
         if query_model is not None and route.upstream != route.model:
-            renamed = "model=" + quote(route.upstream, safe="")
+            renamed = "model=" + quote(route.upstream, "")
             query = "&".join(renamed if unquote(part.partition("=")[0]) == "model" else part for part in query.split("&"))
         # the path was decoded: an escaped CRLF in it must not become one in the engine's request line
-        self.forward_to(route, quote(path, safe="/:@!$&'()*+,;=") + ("?" + query if query else ""))
+        self.forward_to(route, quote(path, "/:@!$&'()*+,;=") + ("?" + query if query else ""))
 
     def forward_to(self, route: Route, target: str) -> None:
         """Start the engine where it must be, send the request, relay the answer. An engine that died since it was last seen
@@ -6709,13 +6785,13 @@ _STREAM_FIELDS = (("Cache-Control", "no-cache"), ("X-Accel-Buffering", "no"))
 
 def leaves(path: str) -> bool:
     """Would a path climb out of its folder, when an engine decodes it and resolves the dots?"""
-    path = unquote(unquote(path)) if "%" in path else path
+    path = unquote(unquote(path))
     return "." in path and any(segment in (".", "..") for segment in re.split(r"[/\\]", path))
 
 
 def tidy_path(path: str) -> str:
     """Our own and the API's paths as people type them: runs of slashes are one, a last slash is none, escapes are decoded."""
-    path = unquote(path) if "%" in path else path
+    path = unquote(path)
     if "//" in path:
         path = re.sub("//+", "/", path)
     return path[:-1] if path.endswith("/") and path != "/" else path
@@ -6724,7 +6800,7 @@ def tidy_path(path: str) -> str:
 # ----- the server
 
 
-_REPORTED = re.compile(
+_REPORTED = Pattern(
     rb'"((?:prompt|completion|input|output)_tokens|prompt_n|predicted_n|predicted_per_second)":\s*(\d+(?:\.\d+)?)'
 )
 
@@ -7549,7 +7625,7 @@ def _families(proxy: Proxy) -> Iterator[tuple[str, str, str, Samples]]:
 @own("GET", "/metrics")
 def metrics_view(exchange: Exchange) -> None:
     """Prometheus' text format. With ?model= it is the engine's own."""
-    if "model" in dict(parse_qsl(exchange.query)):
+    if query_values(exchange.query, "model"):
         exchange.forward("/metrics")
         return
     lines = []
@@ -8830,13 +8906,11 @@ def probe_report(server: ModelServer, results: list[Probed]) -> Report:
 def signs_of(files: Iterable[str], server: ModelServer, box: Box, tool: Run) -> dict[str, Any]:
     """What `--if-changed` compares: the files' contents, when the front was started (another machine's only llmguard tells), and
     which processes serve the models that are loaded, where they can be seen. UsageError for a file that can't be read."""
-    import hashlib
-
     signs: dict[str, Any] = {}
     for path in files:
         try:
             with open(path, "rb") as file:
-                signs[os.path.abspath(path)] = hashlib.sha256(file.read()).hexdigest()
+                signs[os.path.abspath(path)] = digest(file.read())
         except OSError as error:
             raise UsageError(f"--if-changed {path}: {error.strerror}") from None
     here = is_loopback(server.address.host)
@@ -8940,8 +9014,9 @@ class Watch:
             for part in (self.servers, self.heals, self.lost, self.known):
                 part.clear()  # pids mean nothing any more, and nothing drains
             self.known.update(boot=self.box.boot(), servers=self.servers, heals=self.heals, lost=self.lost)
-        seen = [self._find(entry) for entry in entries]
-        self._reloaded(bool(seen))
+        box = StillBox(self.box)
+        seen = [self._find(entry, box) for entry in entries]
+        self._reloaded(bool(seen), box)
         for one in seen:
             self._look(one)
         for model in [model for model in self.servers if model not in {entry.model for entry in entries}]:
@@ -8960,9 +9035,9 @@ class Watch:
 
     # ----- whose processes they are
 
-    def _find(self, entry: Loaded) -> Seen:
+    def _find(self, entry: Loaded, box: Box) -> Seen:
         guess = self._pid(_dict_of(self.servers, entry.model).get("id"))
-        return Seen(entry, *server_processes(entry, self.box, self.tool, guess))
+        return Seen(entry, *server_processes(entry, box, self.tool, guess))
 
     @staticmethod
     def _pid(name: Any) -> int:
@@ -9054,17 +9129,15 @@ class Watch:
 
     # ----- reloads
 
-    def _front(self) -> Process | None:
+    def _front(self, box: Box) -> Process | None:
         """The process that answers at the url, when it is one of this box that we may look at."""
         if not is_loopback(self.server.address.host):
             return None
-        at_port = self.box.listening(self.server.address.port, self._pid(self.known.get("front")))
+        at_port = box.listening(self.server.address.port, self._pid(self.known.get("front")))
         return at_port[0] if at_port else None
 
     def _config_hash(self, front: Process | None) -> str | None:
         """Of llama-swap's configuration: the file that was named, or the one on its command line."""
-        import hashlib
-
         path = self.settings.config
         if path is None and front is not None:
             words = iter(self.box.argv(front.pid)[1:])
@@ -9073,13 +9146,13 @@ class Watch:
                 if option.lstrip("-") == "config":
                     path = os.path.join(_link(os.path.join(self.box.root, f"proc/{front.pid}/cwd")), value or next(words, ""))
         content = self.box.read(path.lstrip("/")) if path else None
-        return hashlib.sha256(content.encode()).hexdigest() if content is not None else None
+        return digest(content.encode()) if content is not None else None
 
-    def _reloaded(self, running: bool) -> None:
+    def _reloaded(self, running: bool, box: Box) -> None:
         """Was llama-swap's configuration reloaded since the last pass? Then its servers are all gone, none is there yet, and the
         file has changed, or the front is a new process. Where the file can't be seen: two or more are gone at once that never
         go by themselves. A proxy of llmguard's stops its engines for reasons of its own."""
-        front = self._front()
+        front = self._front(box)
         now, front_id = self.clock.now(), f"{front.pid}:{front.start}" if front else None
         new_front = front_id is not None and self.known.get("front") not in (None, front_id)
         if new_front and self.server.asked_again() != self.known.get("kind"):
@@ -9589,12 +9662,10 @@ class GuardState:
     for one server never overlap."""
 
     def __init__(self, folder: str, what: str, address: Address) -> None:
-        import hashlib
-
         self.url = f"http://{address.authority}{address.base}"
         self._file = StateFile(folder, what + ".json")
         self._file_lock = os.path.join(folder, what + ".json.lock")
-        self.lock = Lock(os.path.join(folder, f"{what}-{hashlib.sha256(self.url.encode()).hexdigest()[:8]}.lock"), what)
+        self.lock = Lock(os.path.join(folder, f"{what}-{digest(self.url.encode())[:8]}.lock"), what)
 
     def load(self) -> dict[str, Any]:
         return dict(_dict_of(_dict_of(self._file.load(), "servers"), self.url))
@@ -9753,117 +9824,159 @@ def _argument(read: Callable[[str], Any], text: str) -> Any:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _parser() -> Any:
-    """The whole command line. Each command's help fits a screen, and ends with an example."""
-    import argparse
+class CommandLine:
+    """`parser`: the whole command line, or only those commands of it that are among `words`: to build all of it takes longer
+    than a pass of `watch`. Each command's help fits a screen, and ends with an example."""
 
-    class Parser(argparse.ArgumentParser):
-        def __init__(self, *args: Any, examples: Iterable[str] = (), **more: Any) -> None:
-            more["formatter_class"] = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=26)
-            if examples:
-                more["epilog"] = "\n".join(["examples:", *(f"  llmguard.py {example}" for example in examples)])
-            super().__init__(*args, **more)
+    def __init__(self, words: Collection[str] = ()) -> None:
+        import argparse
 
-        def error(self, message: str) -> Any:
-            raise UsageError(f"{message} (see {self.prog} --help)")
+        try:  # argparse would ask anew for each option
+            width = int(os.environ.get("COLUMNS") or os.get_terminal_size().columns) - 2
+        except (ValueError, OSError):
+            width = 78
+        shape = {"width": width, "max_help_position": 26}
 
-    parser = Parser(
-        prog="llmguard.py",
-        description="Keeps local LLM boxes honest.",
-        epilog="Exit codes: check, status, probe, watch 0 OK, 1 warning or healed, 2 critical, 3\nunknown; the others sysexits.",
-    )
-    parser.add_argument("--version", action="store_true", help="version and the hash of this very file")
-    parser.add_argument("--state-dir", metavar="DIR", help="where state files are kept")
-    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of the log on stderr (text)")
-    parser.add_argument("-v", "--verbose", action="store_true", help="log more")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+        class Parser(argparse.ArgumentParser):
+            def __init__(self, *args: Any, examples: Iterable[str] = (), **more: Any) -> None:
+                more["formatter_class"] = lambda prog: argparse.RawDescriptionHelpFormatter(prog, **shape)
+                if examples:
+                    more["epilog"] = "\n".join(["examples:", *(f"  llmguard.py {example}" for example in examples)])
+                super().__init__(*args, **more)
 
-    def add(to: Any, name: str, run: Callable[[Any], int], about: str, *examples: str, parents: Iterable[Any] = ()) -> Any:
+            def error(self, message: str) -> Any:
+                raise UsageError(f"{message} (see {self.prog} --help)")
+
+        self._new = Parser
+        self.parser = parser = Parser(
+            prog="llmguard.py",
+            description="Keeps local LLM boxes honest.",
+            epilog="Exit codes: check, status, probe, watch 0 OK, 1 warning or healed, 2 critical, 3\nunknown; the others sysexits.",
+        )
+        parser.add_argument("--version", action="store_true", help="version and the hash of this very file")
+        parser.add_argument("--state-dir", metavar="DIR", help="where state files are kept")
+        parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of the log on stderr (text)")
+        parser.add_argument("-v", "--verbose", action="store_true", help="log more")
+        # without a prog argparse would format the usage once, only to have it
+        self._commands = parser.add_subparsers(dest="command", metavar="COMMAND", prog="llmguard.py")
+        self._common = self._parent()
+        self._common.add_argument("-c", "--config", metavar="FILE", help="configuration, .toml or .json")
+        self._asking = self._parent(self._common)
+        self._asking.add_argument("--url", help="http://HOST:PORT (default: proxy.listen)")
+        self._asking.add_argument("--key", help="API key (or $LLMGUARD_API_KEY, the configuration's)")
+        commands = {
+            "serve": self._serve, "check": self._check, "status": self._status, "probe": self._probe, "watch": self._watch,
+            "model": self._model, "engine": self._engine, "agent": self._agent, "completion": self._completion,
+        }  # fmt: skip
+        for name in [name for name in commands if name in words] or commands:
+            commands[name]()
+
+    def _parent(self, *parents: Any) -> Any:
+        return self._new(add_help=False, parents=parents)
+
+    def _add(
+        self, name: str, run: Callable[[Any], int], about: str, *examples: str, parents: Iterable[Any] = (), to: Any = None
+    ) -> Any:
         sentence = about[:1].upper() + about[1:] + "."
-        made = to.add_parser(name, help=about, description=sentence, parents=parents, examples=examples)
+        made = (to or self._commands).add_parser(name, help=about, description=sentence, parents=parents, examples=examples)
         made.set_defaults(run=run)
         return made
 
-    common = Parser(add_help=False)
-    common.add_argument("-c", "--config", metavar="FILE", help="configuration, .toml or .json")
-    asking = Parser(add_help=False, parents=[common])
-    asking.add_argument("--url", help="http://HOST:PORT (default: proxy.listen)")
-    asking.add_argument("--key", help="API key (or $LLMGUARD_API_KEY, the configuration's)")
+    def _serve(self) -> None:
+        made = self._add("serve", serve, "the proxy", "serve -c llmguard.toml", parents=[self._common])
+        made.add_argument("--listen", metavar="HOST:PORT", help="instead of proxy.listen")
 
-    serving = add(commands, "serve", serve, "the proxy", "serve -c llmguard.toml", parents=[common])
-    serving.add_argument("--listen", metavar="HOST:PORT", help="instead of proxy.listen")
-    add(commands, "check", check, "read the configuration, reach every host", "check -c llmguard.toml", parents=[common])
-    about = "what the proxy does now; a Nagios line and exit code"
-    status = add(commands, "status", status_command, about, "status", "status --json --url http://box:8080", parents=[asking])
-    status.add_argument("--json", action="store_true", help="all of /status")
+    def _check(self) -> None:
+        about = "read the configuration, reach every host"
+        self._add("check", check, about, "check -c llmguard.toml", parents=[self._common])
 
-    telling = Parser(add_help=False, parents=[asking])
-    telling.add_argument("--json", action="store_true", help="print all of it as JSON")
-    telling.add_argument("-q", "--quiet", action="store_true", help="print nothing while all is well")
-    telling.add_argument("--dry-run", action="store_true", help="look and tell, change nothing")
-    telling.add_argument("--force", action="store_true", help="also where somebody may use the model")
-    telling.add_argument("--textfile", metavar="FILE", help="FILE.prom for the node_exporter")
-    telling.add_argument("--on-alert", metavar="COMMAND", help="run when the result changed, report on stdin")
-    telling.add_argument("--ping", metavar="URL", help="healthchecks.io and its like: URL, URL/fail")
-    probing = add(
-        commands, "probe", probe_command, "time each model, heal what fell back to the CPU",
-        "probe --url http://box:8080 qwen3.6-27b",
-        "probe --url http://box:8080 --if-changed config.yaml qwen3.6-27b",
-        parents=[telling],
-    )  # fmt: skip
-    probing.usage = "llmguard.py probe [options] [MODEL ...]"
-    probing.add_argument("models", nargs="*", metavar="MODEL", help="default: what is loaded now")
-    probing.add_argument("--max-wall", type=_seconds, metavar="TIME", help="longest healthy time (40s, or a baseline)")
-    probing.add_argument("--wait", type=_seconds, default=120.0, metavar="TIME", help="for a model in use (2m)")
-    probing.add_argument("--if-changed", action="append", metavar="FILE", help="only when it, or the server, changed")
-    probing.add_argument("--no-heal", action="store_true", help="unload nothing")
-    watching = add(
-        commands, "watch", watch_command, "judge fresh servers of llama-swap or llmguard on this box",
-        "watch --url http://127.0.0.1:8080 --for 50s --quiet   # cron",
-        "watch --url http://127.0.0.1:8080 --loop              # a service",
-        parents=[telling],
-    )  # fmt: skip
-    watching.usage = "llmguard.py watch [options]"
-    watching.add_argument("--for", dest="seconds", type=_seconds, default=0.0, metavar="TIME", help="go on for so long")
-    watching.add_argument("--loop", action="store_true", help="go on for ever")
-    watching.add_argument("--every", type=_seconds, default=EVERY, metavar="TIME", help="between two passes (10s)")
-    limit = {"type": _model_size, "action": "append", "metavar": "[M=]SIZE"}
-    watching.add_argument("--max-rss", **limit, help="healthy VmRSS (8GiB; M: of that model)")
-    watching.add_argument("--vram-low", type=_bytes, default=VRAM_LOW, metavar="SIZE", help="in use when drained (1GiB)")
-    watching.add_argument("--llama-swap-config", metavar="FILE", help="default: by its command line")
-    watching.add_argument("--no-respawn", action="store_true", help="load nothing again after a reload")
+    def _status(self) -> None:
+        about = "what the proxy does now; a Nagios line and exit code"
+        examples = "status", "status --json --url http://box:8080"
+        made = self._add("status", status_command, about, *examples, parents=[self._asking])
+        made.add_argument("--json", action="store_true", help="all of /status")
 
-    model = commands.add_parser("model", help="list, load and unload models")
-    verbs = model.add_subparsers(dest="verb", metavar="list|load|unload", required=True)
-    add(verbs, "list", model_list_command, "all models and their state", "model list", parents=[asking])
-    for verb, run_it, about in (
-        ("load", model_load_command, "start the engine of a model, and wait until it serves"),
-        ("unload", model_unload_command, "stop it once nothing runs on it"),
-    ):
-        add(verbs, verb, run_it, about, f"model {verb} small", parents=[asking]).add_argument("name", metavar="NAME")
-    engine = commands.add_parser("engine", help="install, status, start, stop on one host, without the proxy")
-    verbs = engine.add_subparsers(dest="verb", metavar="install|status|start|stop", required=True)
-    for verb, run_it, about in (
-        ("install", engine_install_command, "copy this file to the box; starts nothing"),
-        ("status", engine_status_command, "what runs there, and who holds the GPU"),
-        ("start", engine_start_command, "start an engine, unless somebody else holds the GPU"),
-        ("stop", engine_stop_command, "stop every engine of ours, and prove that it is gone"),
-    ):
-        more = " mainline" if verb == "start" else ""
-        one = add(verbs, verb, run_it, about, f"engine {verb} a9{more}", parents=[common])
-        one.add_argument("host", metavar="HOST")
-        if more:
-            one.add_argument("engine", metavar="ENGINE")
-    run_agent = lambda options: agent_main(state_folder(options.state_dir), options.mode or "")
-    agent = add(commands, "agent", run_agent, "answer one request about this box (started by the proxy)")
-    modes = agent.add_mutually_exclusive_group()
-    modes.add_argument("--follow", dest="mode", action="store_const", const="follow", help="stay, and tell each change")
-    modes.add_argument("--receive", dest="mode", action="store_const", const="receive", help="take a new copy of this file")
-    run_completion = lambda options: print(completion(parser, options.shell)) or OK
-    about = "print what makes a shell complete these words"
-    shell = add(commands, "completion", run_completion, about, 'completion bash >> ~/.bashrc')
-    shell.add_argument("shell", choices=sorted(_COMPLETION))
-    return parser
+    def _telling(self) -> Any:
+        """What probe and watch have in common."""
+        telling = self._parent(self._asking)
+        telling.add_argument("--json", action="store_true", help="print all of it as JSON")
+        telling.add_argument("-q", "--quiet", action="store_true", help="print nothing while all is well")
+        telling.add_argument("--dry-run", action="store_true", help="look and tell, change nothing")
+        telling.add_argument("--force", action="store_true", help="also where somebody may use the model")
+        telling.add_argument("--textfile", metavar="FILE", help="FILE.prom for the node_exporter")
+        telling.add_argument("--on-alert", metavar="COMMAND", help="run when the result changed, report on stdin")
+        telling.add_argument("--ping", metavar="URL", help="healthchecks.io and its like: URL, URL/fail")
+        return telling
+
+    def _probe(self) -> None:
+        made = self._add(
+            "probe", probe_command, "time each model, heal what fell back to the CPU",
+            "probe --url http://box:8080 qwen3.6-27b",
+            "probe --url http://box:8080 --if-changed config.yaml qwen3.6-27b",
+            parents=[self._telling()],
+        )  # fmt: skip
+        made.usage = "llmguard.py probe [options] [MODEL ...]"
+        made.add_argument("models", nargs="*", metavar="MODEL", help="default: what is loaded now")
+        made.add_argument("--max-wall", type=_seconds, metavar="TIME", help="longest healthy time (40s, or a baseline)")
+        made.add_argument("--wait", type=_seconds, default=120.0, metavar="TIME", help="for a model in use (2m)")
+        made.add_argument("--if-changed", action="append", metavar="FILE", help="only when it, or the server, changed")
+        made.add_argument("--no-heal", action="store_true", help="unload nothing")
+
+    def _watch(self) -> None:
+        made = self._add(
+            "watch", watch_command, "judge fresh servers of llama-swap or llmguard on this box",
+            "watch --url http://127.0.0.1:8080 --for 50s --quiet   # cron",
+            "watch --url http://127.0.0.1:8080 --loop              # a service",
+            parents=[self._telling()],
+        )  # fmt: skip
+        made.usage = "llmguard.py watch [options]"
+        made.add_argument("--for", dest="seconds", type=_seconds, default=0.0, metavar="TIME", help="go on for so long")
+        made.add_argument("--loop", action="store_true", help="go on for ever")
+        made.add_argument("--every", type=_seconds, default=EVERY, metavar="TIME", help="between two passes (10s)")
+        limit = {"type": _model_size, "action": "append", "metavar": "[M=]SIZE"}
+        made.add_argument("--max-rss", **limit, help="healthy VmRSS (8GiB; M: of that model)")
+        made.add_argument("--vram-low", type=_bytes, default=VRAM_LOW, metavar="SIZE", help="in use when drained (1GiB)")
+        made.add_argument("--llama-swap-config", metavar="FILE", help="default: by its command line")
+        made.add_argument("--no-respawn", action="store_true", help="load nothing again after a reload")
+
+    def _model(self) -> None:
+        made = self._commands.add_parser("model", help="list, load and unload models")
+        verbs = made.add_subparsers(dest="verb", metavar="list|load|unload", required=True)
+        self._add("list", model_list_command, "all models and their state", "model list", parents=[self._asking], to=verbs)
+        for verb, run, about in (
+            ("load", model_load_command, "start the engine of a model, and wait until it serves"),
+            ("unload", model_unload_command, "stop it once nothing runs on it"),
+        ):
+            one = self._add(verb, run, about, f"model {verb} small", parents=[self._asking], to=verbs)
+            one.add_argument("name", metavar="NAME")
+
+    def _engine(self) -> None:
+        made = self._commands.add_parser("engine", help="install, status, start, stop on one host, without the proxy")
+        verbs = made.add_subparsers(dest="verb", metavar="install|status|start|stop", required=True)
+        for verb, run, about in (
+            ("install", engine_install_command, "copy this file to the box; starts nothing"),
+            ("status", engine_status_command, "what runs there, and who holds the GPU"),
+            ("start", engine_start_command, "start an engine, unless somebody else holds the GPU"),
+            ("stop", engine_stop_command, "stop every engine of ours, and prove that it is gone"),
+        ):
+            more = " mainline" if verb == "start" else ""
+            one = self._add(verb, run, about, f"engine {verb} a9{more}", parents=[self._common], to=verbs)
+            one.add_argument("host", metavar="HOST")
+            if more:
+                one.add_argument("engine", metavar="ENGINE")
+
+    def _agent(self) -> None:
+        run = lambda options: agent_main(state_folder(options.state_dir), options.mode or "")
+        made = self._add("agent", run, "answer one request about this box (started by the proxy)")
+        modes = made.add_mutually_exclusive_group()
+        modes.add_argument("--follow", dest="mode", action="store_const", const="follow", help="stay, and tell each change")
+        modes.add_argument("--receive", dest="mode", action="store_const", const="receive", help="take a new copy of this file")
+
+    def _completion(self) -> None:
+        run = lambda options: print(completion(CommandLine().parser, options.shell)) or OK
+        about = "print what makes a shell complete these words"
+        made = self._add("completion", run, about, "completion bash >> ~/.bashrc")
+        made.add_argument("shell", choices=sorted(_COMPLETION))
 
 
 # ----- completion
@@ -9929,7 +10042,8 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if words[-1:] == ["agent"] and words[:-1] in ([], ["--state-dir", *words[1:2]]):
         return agent_main(state_folder(words[1] if words[1:] else None))  # each tick on each box: without argparse
-    parser = _parser()
+    gc.enable()
+    parser = CommandLine(words).parser
     try:
         options = parser.parse_args(words)
     except UsageError as error:

@@ -777,7 +777,7 @@ def test_giving_a_connection_back_survives_another_thread_that_takes_the_last_on
     assert pool.take() is None
 
 
-def resolved_to(monkeypatch, *addresses: tuple[str, int]) -> list[str]:
+def resolved_to(monkeypatch, *addresses: tuple[str, int]) -> list[bytes]:
     """Names resolve to these addresses; returns the list of the names that were asked for."""
     asked = []
 
@@ -808,7 +808,7 @@ def test_the_address_that_worked_is_tried_first_and_the_resolver_is_not_asked_ea
     pool = Pool(Address("box", 1))
     pool.connect(soon())
     pool.connect(soon())
-    assert (tried, asked) == ([nobody, port, port], ["box"])
+    assert (tried, asked) == ([nobody, port, port], [b"box"])
 
 
 def test_a_name_whose_address_changed_is_found_again(listener, monkeypatch):
@@ -819,12 +819,12 @@ def test_a_name_whose_address_changed_is_found_again(listener, monkeypatch):
         pool.connect(soon())
     resolved_to(monkeypatch, ("127.0.0.1", listener().getsockname()[1]))
     pool.connect(soon())  # a failure forgets what was believed
-    assert asked == ["box"]
+    assert asked == [b"box"]
     now = time.monotonic()
     asked = resolved_to(monkeypatch, ("127.0.0.1", listener().getsockname()[1]))
     monkeypatch.setattr(llmguard.time, "monotonic", lambda: now + Pool.REMEMBERED + 1)
     pool.connect(now + 2 * PATIENCE + Pool.REMEMBERED)
-    assert asked == ["box"]
+    assert asked == [b"box"]
 
 
 def test_when_nobody_listens_the_error_says_so(monkeypatch):

@@ -316,7 +316,7 @@ def test_without_a_configuration_what_answers_on_the_usual_ports_is_fronted(nowh
     body = json.dumps({"object": "list", "data": [{"id": "found-model", "object": "model"}]}).encode()
     engine = saying(stub_engine, body)
     nowhere(free_port(), engine.port)
-    config = llmguard.the_config(llmguard._parser().parse_args(["serve"]))
+    config = llmguard.the_config(llmguard.CommandLine().parser.parse_args(["serve"]))
     (host,) = config.hosts.values()
     (found,) = host.engines.values()
     assert (found.url.port, found.models, found.managed) == (engine.port, "auto", False)
