@@ -371,7 +371,7 @@ class Pattern:
 
 
 def digest(data: bytes) -> str:
-    """Its sha256 in hex. The lean module comes first, as in the standard library's random: hashlib loads OpenSSL, which takes 6 ms."""
+    """Its sha256 in hex. The lean module comes first, as in the standard library's random: hashlib loads OpenSSL, 6 ms."""
     try:
         from _sha2 import sha256 as lean  # type: ignore[import-not-found,unused-ignore]  # Python 3.12
     except ImportError:
@@ -487,7 +487,7 @@ _CONTROL = Pattern(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 def printable(text: str) -> str:
     """Text from outside made safe for one line of a log or a terminal: control characters are shown, not sent."""
-    return str(_CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", text))
+    return text if text.isprintable() else str(_CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", text))
 
 
 _RETRY_BAIT = Pattern(
@@ -2126,7 +2126,7 @@ class Box:
 
 
 class StillBox(Box):
-    """A box whose sockets are those of the first look at them, for a look at several ports: the kernel takes long to list them."""
+    """A box whose sockets are those of the first look, for several ports in one go: the kernel takes long to list them."""
 
     def __init__(self, box: Box) -> None:
         super().__init__(box.root)
@@ -9775,7 +9775,8 @@ def _watch(options: Any, server: ModelServer, state: GuardState, tell: Tell) -> 
     known = state.load()
     server = ModelServer(server.address, server.api.key, kind=str(known.get("kind") or ""))  # spares a question each minute
     watch = Watch(server, settings, known)
-    until = time.monotonic() + (NEVER if options.loop else options.seconds)
+    due = time.monotonic()
+    until = due + (NEVER if options.loop else options.seconds)
     level, said = OK, ""
     while True:
         before = known.get("level")
@@ -9791,9 +9792,11 @@ def _watch(options: Any, server: ModelServer, state: GuardState, tell: Tell) -> 
         words = re.sub(r"\d[\d.]*", "", report.text)  # an age grows from pass to pass, and that alone is no news
         tell(report, before, news=words != said or report.level != before)
         said = words
-        if time.monotonic() + options.every >= until:
+        now = time.monotonic()
+        due = max(due + options.every, now)
+        if due > until:
             return level
-        time.sleep(options.every)
+        time.sleep(due - now)
 
 
 # ----- main
@@ -9851,7 +9854,8 @@ class CommandLine:
         self.parser = parser = Parser(
             prog="llmguard.py",
             description="Keeps local LLM boxes honest.",
-            epilog="Exit codes: check, status, probe, watch 0 OK, 1 warning or healed, 2 critical, 3\nunknown; the others sysexits.",
+            epilog="Exit codes: check, status, probe, watch 0 OK, 1 warning or healed, 2 critical, 3\n"
+            "unknown; the others sysexits.",
         )
         parser.add_argument("--version", action="store_true", help="version and the hash of this very file")
         parser.add_argument("--state-dir", metavar="DIR", help="where state files are kept")

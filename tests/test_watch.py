@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -597,6 +598,42 @@ def test_a_loop_prints_what_changed_and_for_says_how_long(stub):
     stub.front.request(A)
     done = cli(stub, "watch", "--url", stub.front.url, "--for", "400ms", "--every", "50ms")
     assert done.returncode == 0 and done.stdout.count("\n") == 1, done.stdout
+
+
+def test_a_minute_of_cron_is_six_looks_however_long_each_takes(monkeypatch, tmp_path):
+    looked: list[float] = []
+
+    class Time:
+        """The time module, with hands of its own."""
+
+        at = 1000.0
+
+        def __getattr__(self, name):
+            return getattr(time, name)
+
+        def monotonic(self):
+            return self.at
+
+        def sleep(self, seconds):
+            self.at += seconds
+
+    def one_pass(self):
+        looked.append(hands.at - 1000)
+        hands.at += {2: 0.7, 3: 12.0}.get(len(looked), 0.01)
+        return llmguard.Report(llmguard.OK, "fine")
+
+    hands = Time()
+    monkeypatch.setattr(llmguard, "time", hands)
+    monkeypatch.setattr(llmguard.Watch, "one_pass", one_pass)
+    monkeypatch.setattr(ModelServer, "kind", "llama-swap")
+    words = ["--state-dir", str(tmp_path), "watch", "--url", "http://127.0.0.1:9", "--quiet", "--for", "50s"]
+    assert llmguard.main(words) == 0
+    assert looked == [0, 10, 20, 32, 42], "one that took longer than ten seconds is followed at once"
+    looked.clear()
+    hands.at = 1000.0
+    monkeypatch.setattr(llmguard.Watch, "one_pass", lambda self: looked.append(hands.at - 1000) or llmguard.Report(0, "fine"))
+    assert llmguard.main(words) == 0
+    assert looked == [0, 10, 20, 30, 40, 50]
 
 
 def test_a_report_goes_where_the_options_say(stub, stub_engine):
