@@ -6965,46 +6965,50 @@ class Connection:
 
 
 class Crew:
-    """The threads that serve connections. To start one costs more than many a request, so each waits for another connection
-    for a while when its own has ended."""
+    """The threads that serve connections. To start one costs more than many a request, so when its connection has ended each
+    waits for another one for a while; who waits for the shortest time is called first, and the others may go."""
 
     PATIENCE = 60.0  # seconds
+    KEPT = 64  # threads that may wait
+
+    class Seat:
+        """Where a thread waits, for the bell."""
+
+        __slots__ = ("bell", "connection")
+
+        def __init__(self, connection: Connection) -> None:
+            self.connection: Connection | None = connection
+            self.bell = threading.Lock()
+            self.bell.acquire()  # released, it rings
 
     def __init__(self) -> None:
-        import queue
-
-        self._handed: Any = queue.SimpleQueue()
-        self._none = queue.Empty
-        self._free = 0  # threads that wait, less those that a connection was handed to already
+        self._waiting: list[Crew.Seat] = []
         self._lock = threading.Lock()
 
     def serve(self, connection: Connection) -> None:
         """Have it served. RuntimeError when there can be no more threads."""
         with self._lock:
-            waits = self._free > 0
-            self._free -= waits
-        if waits:
-            self._handed.put(connection)
+            seat = self._waiting.pop() if self._waiting else None
+        if seat is None:
+            _thread.start_new_thread(self._run, (self.Seat(connection),))  # threading's would wait for it to begin
         else:
-            _thread.start_new_thread(self._run, (connection,))  # threading's would wait for it to begin
+            seat.connection = connection
+            seat.bell.release()
 
-    def _run(self, connection: Connection | None) -> None:
-        while connection is not None:
-            connection.serve()
-            connection = self._next()
-
-    def _next(self) -> Connection | None:
-        with self._lock:
-            self._free += 1
-        try:
-            return self._handed.get(timeout=self.PATIENCE)  # type: ignore[no-any-return]
-        except self._none:
-            pass
-        with self._lock:
-            if self._free > 0:
-                self._free -= 1
-                return None
-        return self._handed.get()  # type: ignore[no-any-return]  # it was handed over in this moment
+    def _run(self, seat: Seat) -> None:
+        while seat.connection:
+            seat.connection.serve()
+            seat.connection = None
+            with self._lock:
+                if len(self._waiting) >= self.KEPT:
+                    return
+                self._waiting.append(seat)
+            if not seat.bell.acquire(timeout=self.PATIENCE):
+                with self._lock:
+                    if seat in self._waiting:
+                        self._waiting.remove(seat)
+                        return
+                seat.bell.acquire()  # it was called in this moment
 
 
 class OneCpu:

@@ -47,7 +47,7 @@ def test_each_connection_has_a_thread_and_the_next_one_takes_one_that_is_free():
     crew.serve(second)
     threads = {first.finish(), second.finish()}
     assert len(threads) == 2
-    eventually(lambda: crew._free == 2, "both wait")
+    eventually(lambda: len(crew._waiting) == 2, "both wait")
     third, fourth, fifth = Work(), Work(), Work()
     for work in (third, fourth, fifth):
         crew.serve(work)
@@ -64,7 +64,7 @@ def test_threads_that_wait_for_nothing_end(monkeypatch):
     for work in works:
         work.finish()
     eventually(lambda: tasks() <= before, "they have ended")
-    assert crew._free == 0
+    assert not crew._waiting
 
 
 def test_a_connection_handed_to_a_thread_that_loses_its_patience_is_served(monkeypatch):
@@ -84,7 +84,7 @@ def test_a_connection_handed_to_a_thread_that_loses_its_patience_is_served(monke
         crew.serve(Quick(number))
     eventually(lambda: len(served) == 3000, "all are served")
     assert sorted(served) == list(range(3000))
-    eventually(lambda: tasks() <= before and crew._free == 0, "and nobody is left")
+    eventually(lambda: tasks() <= before and not crew._waiting, "and nobody is left")
 
 
 # ----- one CPU
