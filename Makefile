@@ -2,6 +2,7 @@
 # make test    all tests; needs Linux, and root for the parts that make network namespaces and mounts
 # make lab     the tests with two booted machines alone, with what they measured
 # make sim     the model of the hand-back, more of it: make sim N=1000000 SEED=20000
+# make fuzz    what reads bytes from outside, fuzzed by coverage: make fuzz SECONDS=600
 # make lint    ruff and mypy on the one file
 # make bench   the proxy's hot path beside others, as ratios
 
@@ -22,6 +23,10 @@ lab: $(VENV)/ready
 sim:
 	$(PYTHON) tests/sim.py $(or $(N),100000) $(or $(SEED),20000)
 
+fuzz: $(VENV)/ready
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check atheris==3.0.0
+	$(VENV)/bin/python tests/fuzz.py -max_total_time=$(or $(SECONDS),60)
+
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check $(RUFF) llmguard.py
 	$(VENV)/bin/mypy --strict llmguard.py
@@ -37,4 +42,4 @@ $(VENV)/ready: tests/requirements.txt
 clean:
 	rm -rf $(VENV) .demo
 
-.PHONY: demo test lab sim lint bench clean
+.PHONY: demo test lab sim fuzz lint bench clean

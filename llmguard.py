@@ -1021,7 +1021,7 @@ class Chunked:
 class Wire:
     """A connected, non-blocking socket with a read buffer. Every wait has a deadline (monotonic seconds)."""
 
-    __slots__ = ("sock", "buffer", "broken", "idle_since", "used", "_poll", "_watching", "_pair")
+    __slots__ = ("sock", "buffer", "broken", "idle_since", "waits_since", "_poll", "_watching", "_pair")
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -1031,6 +1031,7 @@ class Wire:
         self.buffer = b""
         self.broken = False  # did it end in a reset? That is no end that a body may have
         self.idle_since = 0.0
+        self.waits_since = 0.0  # since when a client is waited for, to ask or to send all of what it asks; 0.0: it is not
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._watching: Wire | None = None
@@ -5942,6 +5943,7 @@ IDLE_PATIENCE = 120.0  # seconds that a connection may wait for its next request
 BODY_PATIENCE, BODY_RATE = 30.0, 16 * 1024  # a body may take that many seconds, and one more per BODY_RATE bytes
 IN_MEMORY = 8 << 20  # bytes of a request body kept in memory; larger ones go to a temp file
 MAX_DEPTH = 200  # of nested JSON in a request
+OWN_STALL = 10.0  # seconds that a client may take nothing of an answer which is our own
 LINGER = 2.0  # seconds to read on after a refusal, so that a reset does not destroy the answer on its way
 SEND_PIECE = 1 << 20
 
@@ -6405,7 +6407,8 @@ class Exchange:
         begun, received = time.monotonic(), 0
         try:
             while True:
-                data = body.read(begun + BODY_PATIENCE + received / BODY_RATE)
+                self.client.waits_since = begun + received / BODY_RATE
+                data = body.read(self.client.waits_since + BODY_PATIENCE)
                 if not data:
                     break
                 received += len(data)
@@ -6417,7 +6420,7 @@ class Exchange:
             raise RequestTimeout(part="body") from None
         except PeerGone:
             raise ClientGone() from None
-        self.read_on = False
+        self.read_on, self.client.waits_since = False, 0.0
         self.upload.finish()
 
     # ----- route and forward
@@ -6669,7 +6672,7 @@ class Exchange:
 
     def write(self, data: bytes) -> None:
         try:
-            self.client.write(data)
+            self.client.write(data, STALL if self.route else OWN_STALL)
         except PeerGone:
             raise ClientGone() from None
 
@@ -6915,6 +6918,7 @@ class Connection:
         if not head:
             return False
         self.used = True
+        self.wire.waits_since = 0.0
         self._cpus = self.proxy.one_cpu.join(self._cpus)
         exchange = Exchange(self.proxy, self.wire, head)
         try:
@@ -6941,11 +6945,12 @@ class Connection:
         wire = self.wire
         try:
             if not wire.buffer:
-                self.idle_since = time.monotonic()
+                self.idle_since = wire.waits_since = time.monotonic()
                 if (self.proxy.draining and self.used) or not wire.fill(self.idle_since + IDLE_PATIENCE):
                     return ""
                 self.idle_since = None
-            deadline = time.monotonic() + HEAD_PATIENCE
+            wire.waits_since = time.monotonic()
+            deadline = wire.waits_since + HEAD_PATIENCE
             while wire.buffer[:2] in (b"\r\n", b"\r", b""):  # an empty line before a request is harmless (RFC 9112, 2.2)
                 wire.buffer = _EMPTY_LINES.sub(b"", wire.buffer, 1)
                 if len(wire.buffer) < 2 and not wire.fill(deadline):
@@ -7118,14 +7123,17 @@ class Proxy(socketserver.ThreadingTCPServer):
             raise
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Is there room? The connection that has been idle for longest makes room for a new one."""
+        """Is there room? The connection whose client has been waited for longest makes room for a new one: it is idle, or takes
+        its time to send what it began. One that we owe an answer never does."""
         with self._lock:
             if len(self._connections) < self.config.proxy.max_connections:
                 return True
-            idle = [(c.idle_since, c.wire) for c in self._connections if c.idle_since is not None]
-        if idle:
-            _hang_up(min(idle, key=lambda entry: entry[0] or 0.0)[1].sock)
-            return True
+            waiting = [(c.wire.waits_since, c) for c in self._connections if c.wire.waits_since]
+            if waiting:
+                _, goes = min(waiting, key=lambda entry: entry[0])
+                self._connections.discard(goes)  # its thread takes a moment to see it
+                _hang_up(goes.wire.sock)
+                return True
         try:
             request.setblocking(False)
             body = json.dumps({"error": {"code": 503, "message": str(TooManyConnections()), "type": "unavailable_error"}})
