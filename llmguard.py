@@ -6896,6 +6896,7 @@ class Connection:
     def __init__(self, proxy: Proxy, sock: socket.socket) -> None:
         self.proxy = proxy
         self.wire = Wire(sock)
+        self.wire.waits_since = time.monotonic()
         self.idle_since: float | None = None  # None: at work
         self.used = False  # has it carried a request?
         self._cpus: frozenset[int] = frozenset()
