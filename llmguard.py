@@ -556,6 +556,9 @@ def state_folder(chosen: str | None = None) -> str:
     return os.path.abspath(chosen or env("LLMGUARD_STATE_DIR") or systemd or user)
 
 
+OUR_OWN_LACK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # what fails for these says nothing about the file or the peer
+
+
 class StateFile:
     """One JSON object on disk, `{"version": 1, …}`, that survives crashes, full disks and older or newer copies of llmguard.
 
@@ -564,7 +567,6 @@ class StateFile:
     """
 
     VERSION = 1
-    OUR_OWN_LACK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # a read that fails for these says nothing about the file
 
     def __init__(self, folder: str, name: str, clock: Clock | None = None) -> None:
         self.path = os.path.join(folder, name)
@@ -584,7 +586,7 @@ class StateFile:
             self._known = True
             return {}
         except (OSError, ValueError, RecursionError) as error:
-            if getattr(error, "errno", None) in self.OUR_OWN_LACK:
+            if getattr(error, "errno", None) in OUR_OWN_LACK:
                 self._fail(f"cannot be read now ({error})")
                 return {}
             self._known = True
@@ -761,38 +763,46 @@ class Finished:
     def complaint(self) -> str:
         """The last line that it said about itself, for people."""
         lines = (self.err or self.out).decode("utf-8", "replace").strip().splitlines()
-        return lines[-1].strip() if lines else f"exit code {self.code}"
+        return lines[-1].strip()[:500] if lines else f"exit code {self.code}"
+
+
+LAST_WORD = 2.0  # seconds that a program may run on after all that was wanted of it has been said
 
 
 def run(
-    argv: Iterable[str], seconds: float, *, data: bytes = b"", env: dict[str, str] | None = None, limit: int = 1 << 20
+    argv: Iterable[str], seconds: float, *, data: bytes = b"", env: dict[str, str] | None = None, limit: int = 1 << 20,
+    whole: Callable[[bytes], bool] = lambda out: False,
 ) -> Finished:
     """Run a program without a shell, `data` on its stdin, in a session of its own. FileNotFoundError.
 
-    It is killed after `seconds`, or when it has printed more than `limit` bytes. Not subprocess.run(timeout=): that kills and
-    then waits, for ever when the child is stuck in the kernel (a driver that hangs). Here such a child is left behind.
+    It is killed after `seconds`, when it has printed more than `limit` bytes, or a moment after its output was `whole`. Not
+    subprocess.run(timeout=): that kills and then waits, for ever when the child is stuck in the kernel (a driver that hangs).
+    Here such a child is left behind.
     """
     import subprocess
 
     pipe = subprocess.PIPE
     child = subprocess.Popen(list(argv), stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True)
     deadline = time.monotonic() + seconds
-    out, err, problem = _converse(child, data, deadline, limit)
-    if not problem and not _ended(child, deadline):
+    out, err, problem = _converse(child, data, deadline, limit, whole)
+    if not problem and not _ended(child, min(deadline, time.monotonic() + LAST_WORD) if whole(out) else deadline):
         problem = "did not end in time"
     if problem:
         return Finished(None, out, err, _kill(child, problem))
     return Finished(child.returncode, out, err)
 
 
-def _converse(child: Any, data: bytes, deadline: float, limit: int) -> tuple[bytes, bytes, str]:
-    """Feed and read a child until its pipes close, it ends or the time is over -> stdout, stderr, what went wrong or ''."""
+def _converse(
+    child: Any, data: bytes, deadline: float, limit: int, whole: Callable[[bytes], bool]
+) -> tuple[bytes, bytes, str]:
+    """Feed and read a child until its pipes close, it ends, all was said or the time is over -> stdout, stderr, what went wrong
+    or ''."""
     import selectors
 
     outputs: dict[Any, bytearray] = {child.stdout: bytearray(), child.stderr: bytearray()}
     stream: Any
     left, problem = memoryview(data), ""
-    with selectors.DefaultSelector() as waiting:
+    with selectors.PollSelector() as waiting:  # takes no descriptor of its own
         for stream in outputs:
             waiting.register(stream, selectors.EVENT_READ)
         os.set_blocking(child.stdin.fileno(), False)
@@ -818,6 +828,8 @@ def _converse(child: Any, data: bytes, deadline: float, limit: int) -> tuple[byt
                     stream.close()
             if sum(map(len, outputs.values())) > limit:
                 problem = f"printed more than {size_text(limit)}"
+            if ready and whole(bytes(outputs[child.stdout])):
+                break
     for stream in (child.stdin, *outputs):
         stream.close()
     out, err = (bytes(output[:limit]) for output in outputs.values())
@@ -1021,7 +1033,7 @@ class Chunked:
 class Wire:
     """A connected, non-blocking socket with a read buffer. Every wait has a deadline (monotonic seconds)."""
 
-    __slots__ = ("sock", "buffer", "broken", "idle_since", "waits_since", "_poll", "_watching", "_pair")
+    __slots__ = ("sock", "buffer", "broken", "idle_since", "waits_since", "interim", "_poll", "_watching", "_pair")
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -1032,6 +1044,7 @@ class Wire:
         self.broken = False  # did it end in a reset? That is no end that a body may have
         self.idle_since = 0.0
         self.waits_since = 0.0  # since when a client is waited for, to ask or to send all of what it asks; 0.0: it is not
+        self.interim = 0  # bytes of interim answers since the last answer
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._watching: Wire | None = None
@@ -1386,13 +1399,12 @@ class Response:
     __slots__ = ("status", "reason", "fields", "body", "reusable")
 
     def __init__(self, wire: Wire, method: str, deadline: float, watched: Wire | None = None) -> None:
-        """Interim answers (1xx) are skipped, all of them: taking a 103 for the answer would be off by one ever after.
+        """Interim answers (1xx) are skipped, up to a bound: taking a 103 for the answer would be off by one ever after.
         PeerGone when the connection ends before a whole head."""
-        self.status = 0
         while True:
             block = wire.head(deadline, watched)
             line, _, rest = block.partition("\r\n")
-            if not line and self.status:
+            if not line and wire.interim:
                 raise ProtocolError("an end after an interim answer")
             if not line:
                 raise PeerGone()
@@ -1401,9 +1413,13 @@ class Response:
                 raise ProtocolError("malformed status line")
             self.status = int(match.group(2))
             if self.status >= 200:
+                wire.interim = 0
                 break
             if self.status == 101:
                 raise ProtocolError("protocol switch that nobody asked for")
+            wire.interim += len(block)  # on the wire: a deadline may pass before the answer comes, which is then read on
+            if wire.interim > MAX_HEAD:
+                raise ProtocolError("endless interim answers")
         self.reason = match.group(3) or ""
         self.fields = Fields(rest)
         minor = int(match.group(1))
@@ -3770,14 +3786,14 @@ class EngineApi:
             if not error.fields.get("refused"):  # a line that is cut says nothing about who works there
                 raise DeadlinePassed("it cannot be reached") from None
             return None
-        except (PeerGone, ProtocolError, BodyTooLarge):
+        except (PeerGone, ProtocolError, BodyTooLarge, HeadTooLarge):
             return None
 
     def ready(self) -> bool:
         """Does it serve? 503 is llama-server loading; a server without /health (404) serves. A mute one may be busy."""
         try:
             reply = self.ask("GET", "/health")
-        except DeadlinePassed:
+        except (DeadlinePassed, OSError):  # OSError: no descriptor is left to ask with
             return False
         return reply is not None and reply.status not in (500, 502, 503, 504)
 
@@ -3800,7 +3816,7 @@ class EngineApi:
             loaded = [name for name, value in values.items() if value == "loaded" and model in (None, name)]
             works = {self._works("?model=" + quote(name, "")) for name in loaded}
             return True if True in works else None if None in works else False
-        except DeadlinePassed:
+        except (DeadlinePassed, OSError):
             return True
 
     def _works(self, query: str) -> bool | None:
@@ -3817,7 +3833,7 @@ class EngineApi:
         """data[] of /v1/models; None when it does not say."""
         try:
             reply = self.ask("GET", "/v1/models")
-        except DeadlinePassed:
+        except (DeadlinePassed, OSError):
             return None
         content = reply.json() if reply and reply.status == 200 else None
         data = content.get("data") if isinstance(content, dict) else None
@@ -3829,7 +3845,7 @@ class EngineApi:
         """Ask a router (llama.cpp's) to load one of its models; False when this server is no router."""
         try:
             reply = self.ask("POST", "/models/load", {"model": model}, 30.0)
-        except DeadlinePassed:
+        except (DeadlinePassed, OSError):
             return False
         return reply is not None and reply.status in (200, 400)  # 400: it runs already
 
@@ -4342,6 +4358,8 @@ def _stdin_ended(seconds: float) -> bool:
 # quoting, so that any login shell reads it (sh, fish, tcsh, nushell); everything variable travels on stdin.
 
 MAX_NOISE = 64 * 1024  # bytes that a login shell may print before the agent's answer
+MAX_REPLY = 4 << 20  # bytes of that and the answer
+TUNNEL_PATIENCE = 30.0  # seconds until tunnels are up
 SSH_OPTIONS = {
     "BatchMode": "yes",
     "ConnectTimeout": "5",
@@ -4381,6 +4399,7 @@ class Remote:
         self.host, self.folder = host, folder
         self.noise = 0  # bytes that the login shell printed before the last answer
         self._tunnels: Any = None
+        self._tunnels_due = 0.0  # monotonic: when they have to be up
         self._following: Any = None
 
     def call(self, ask: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -4388,8 +4407,7 @@ class Remote:
         AgentError when the agent itself fails. A dead master connection is dropped and the call repeated once."""
         data = json.dumps(ask).encode() + b"\n"
         if self.host.ssh is None:
-            argv = self._agent_here()
-            return self._reply(run(argv, seconds, data=data, limit=4 << 20))
+            return self._reply(self._run(self._agent_here(), seconds, data))
         had_master = self._has_master()
         try:
             return self._reply(self.ssh("agent", seconds, data))
@@ -4410,7 +4428,11 @@ class Remote:
             own = ["ControlPath=none" if word.startswith("ControlPath=") else word for word in self._ssh_argv()]
             argv = [*own, self._agent_there("agent --follow")]
         pipe = subprocess.PIPE
-        line = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True)
+        try:
+            line = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True)
+        except OSError as error:
+            log(f"host {self.host.name}: the line to its agent cannot be opened: {error.strerror}", WARN)
+            return
         assert line.stdin and line.stdout
         self._following = line
         try:
@@ -4431,7 +4453,8 @@ class Remote:
         pending = b""
         poller = select.poll()  # select() takes no descriptor above 1023
         poller.register(stream, select.POLLIN)
-        while poller.poll(HEARTBEAT * 2500):
+        lost = time.monotonic() + HEARTBEAT * 2.5
+        while time.monotonic() < lost and poller.poll(_poll_time(lost)):
             piece = os.read(stream, PIECE)
             if not piece or len(pending) > MAX_FILE:
                 return
@@ -4441,16 +4464,24 @@ class Remote:
                     reply = json.loads(text)
                 except (ValueError, RecursionError):
                     continue
-                if isinstance(reply, dict) and "checked" in reply:
-                    told(reply)
+                if isinstance(reply, dict):
+                    lost = time.monotonic() + HEARTBEAT * 2.5
+                    if "checked" in reply:
+                        told(reply)
 
     def ssh(self, command: str, seconds: float, data: bytes) -> Finished:
         """Run a command of llmguard.py on the box; "-" runs the Python program in `data`."""
         there = f"{self.host.python} -" if command == "-" else self._agent_there(command)
+        return self._run([*self._ssh_argv(), there], seconds, data)
+
+    def _run(self, argv: list[str], seconds: float, data: bytes) -> Finished:
         try:
-            return run([*self._ssh_argv(), there], seconds, data=data, limit=4 << 20)
-        except FileNotFoundError:
-            raise HostBlocked(problem=f"host {self.host.name}: there is no ssh on this machine: install openssh-client") from None
+            return run(argv, seconds, data=data, limit=MAX_REPLY, whole=_has_reply)
+        except OSError as error:
+            if self.host.ssh is not None and isinstance(error, FileNotFoundError):
+                told = f"host {self.host.name}: there is no ssh on this machine: install openssh-client"
+                raise HostBlocked(problem=told) from None
+            raise AgentError(f"the agent cannot be run: {error.strerror}") from None
 
     def _agent_here(self) -> list[str]:
         path = os.path.abspath(__file__)
@@ -4492,11 +4523,20 @@ class Remote:
         return os.path.join(_socket_folder(), f"{self.host.name}-{port}")
 
     def open_tunnels(self, ports: Iterable[int]) -> None:
-        """One ssh that forwards all these ports, unless it runs. It reads our pipe, so that it ends when we do."""
+        """One ssh that forwards all these ports, unless it runs. It reads our pipe, so that it ends when we do. One that hangs
+        before it forwards anything (ssh has no deadline for a login) makes room for another."""
         import subprocess
 
+        ports = list(ports)
+        sockets = [self.tunnel(port) for port in ports]
         if self._tunnels is not None and self._tunnels.poll() is None:
-            return
+            if time.monotonic() < self._tunnels_due or all(map(os.path.exists, sockets)):
+                return
+            log(f"host {self.host.name}: its tunnels do not come up: trying again", WARN)
+            self._tunnels.kill()
+        for path in sockets:
+            remove_file(path)  # what an ended one left behind is no sign of the next
+        self._tunnels_due = time.monotonic() + TUNNEL_PATIENCE
         options = {**SSH_OPTIONS, "ExitOnForwardFailure": "yes", "StreamLocalBindUnlink": "yes", "ControlPath": "none"}
         del options["ClearAllForwardings"], options["ControlMaster"], options["ControlPersist"]
         words = [word for option in options.items() for word in ("-o", "=".join(option))]
@@ -4520,7 +4560,10 @@ class Remote:
             self._following.terminate()
 
     def _has_master(self) -> bool:
-        return any(name for name in os.listdir(_socket_folder()) if len(name) == 40)
+        try:
+            return any(name for name in os.listdir(_socket_folder()) if len(name) == 40)
+        except OSError:  # no descriptor is left
+            return False
 
     def drop_master(self) -> None:
         """Over a dead master every call hangs, whatever ConnectTimeout says."""
@@ -4552,13 +4595,13 @@ class Remote:
         errors = done.err.decode("utf-8", "replace")
         what = printable(done.complaint)
         if self.host.ssh is None:
-            return AgentError("the agent did not answer in time" if done.code is None else f"the agent gave no reply: {what}")
+            return AgentError(f"the agent {done.problem}" if done.code is None else f"the agent gave no reply: {what}")
         said_by_ssh = done.code in (None, 255)  # then it was no shell over there that said "not found"
         for pattern, advice in _SSH_TROUBLES[:-1] if said_by_ssh else _SSH_TROUBLES:
             if re.search(pattern, errors):
                 told = advice.format(ssh=self.host.ssh, host=name, python=self.host.python)
                 return HostBlocked(problem=f"host {name}: {told}")
-        if done.code is None:
+        if done.code is None and len(done.out) + len(done.err) < MAX_REPLY:
             return HostDown(f"host {name} is down: no answer over ssh in time")
         if done.code == 255:
             if "Could not resolve hostname" in errors:
@@ -4568,7 +4611,7 @@ class Remote:
             begins = printable(done.out[:200].decode("utf-8", "replace"))
             log(f"host {name}: what its login shell prints begins with: {begins}", WARN)
             return HostBlocked(problem=f"host {name}: the login shell prints more than 64 KiB before the agent's answer")
-        return AgentError(f"the agent on host {name} gave no reply: {what}")
+        return AgentError(f"the agent on host {name} gave no reply: {done.problem or what}")
 
 
 _BOOTSTRAP = """\
@@ -4621,6 +4664,10 @@ def read_reply(output: bytes) -> tuple[dict[str, Any] | None, int]:
         if isinstance(reply, dict) and match.start() <= MAX_NOISE:
             return reply, match.start()
     return None, len(output)
+
+
+def _has_reply(output: bytes) -> bool:
+    return output[-1:] == b"\n" and read_reply(output)[0] is not None
 
 
 # ======================================================================================================================
@@ -4703,12 +4750,12 @@ class Subscription:
 def send_magic_packet(mac: str) -> None:
     """Wake-on-LAN: six bytes of 0xFF and the address sixteen times, as a UDP broadcast to port 9."""
     packet = b"\xff" * 6 + bytes.fromhex(mac.replace(":", "")) * 16
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
-        try:
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
             sock.sendto(packet, ("255.255.255.255", 9))
-        except OSError as error:
-            log(f"no magic packet could be sent: {error.strerror}", WARN)
+    except OSError as error:
+        log(f"no magic packet could be sent: {error.strerror}", WARN)
 
 
 @dataclass(frozen=True)
@@ -4856,6 +4903,20 @@ class Ledger:
     def problem(self) -> str | None:
         """Why the state cannot be kept on disk, for /status."""
         return next((f"{file.path}: {file.problem}" for file in self._files.values() if file.problem), None)
+
+
+_REPLY_FIELDS = {"error": dict, "engine": dict, "active": str, "foreign": list, "checked": list, "bench_waits": list}
+_REPLY_LISTS = {"others": str, "log": str, "pids": int, "evidence": str}
+
+
+def odd_field(reply: dict[str, Any]) -> str | None:
+    """The first field of an agent's reply that is of another kind than it should be; None when there is none."""
+    found = {**(reply["engine"] if isinstance(reply.get("engine"), dict) else {}), **reply}
+    for name, kind in (*_REPLY_FIELDS.items(), *dict.fromkeys(_REPLY_LISTS, list).items()):
+        if not isinstance(found.get(name), (kind, type(None))):
+            return name
+    lists = ((name, kind) for name, kind in _REPLY_LISTS.items() if found.get(name))
+    return next((name for name, kind in lists if not all(isinstance(one, kind) for one in found[name])), None)
 
 
 def stop_problem(reply: dict[str, Any]) -> str | None:
@@ -5357,7 +5418,11 @@ class Host:
 
     def _ask(self, op: str, seconds: float, **more: Any) -> dict[str, Any]:
         """One op of the agent about this host's engines."""
-        return self._remote.call({**self._request(op), **more}, seconds)
+        reply = self._remote.call({**self._request(op), **more}, seconds)
+        odd = odd_field(reply)
+        if odd:
+            raise AgentError(f"the agent on host {self.config.name} gave a reply that makes no sense: {odd}")
+        return reply
 
     def _request(self, op: str) -> dict[str, Any]:
         engines: dict[str, Any] = {}
@@ -5748,7 +5813,7 @@ class Host:
 
     def _refuse_old_agent(self, engine: str) -> None:
         """A box whose agent does not apply a guard that is asked for is not sent a start at all."""
-        old = next((owner for owner in self.owners if owner["kind"] == "agent"), None)
+        old = next((owner for owner in self.owners if owner.get("kind") == "agent"), None)
         if old is not None:
             raise GpuBusy(self._switch_failed(engine) + "GPU is busy, not switching: " + old["text"])
 
@@ -5824,7 +5889,7 @@ class Host:
             self._note_stop(stop_problem(self._ask("stop", 300.0)))
             lines = reply.get("log") or ["(it printed nothing)"]
             raise EngineFailed(f"engine {engine} was {self.restarted()}; its last lines: {' | '.join(lines[-5:])}")
-        if reply.get("engine", {}).get("port") == "stranger":
+        if (reply.get("engine") or {}).get("port") == "stranger":
             raise EngineFailed("the port of engine {} is served by {}, not by it".format(engine, reply["engine"].get("stranger")))
         return reply
 
@@ -6169,6 +6234,8 @@ class Upload:
         try:
             self._file = tempfile.TemporaryFile(buffering=0)
         except OSError as error:
+            if error.errno in OUR_OWN_LACK:
+                raise
             raise BodyTooLarge(limit="what can be kept", hint=f": {error.strerror}") from None
         for piece in self._pieces:
             self._store(piece)
@@ -6304,6 +6371,13 @@ class Exchange:
             raise
         except GuardError as error:
             self.refuse(error)
+        except OSError as error:
+            if error.errno not in OUR_OWN_LACK:
+                raise
+            log(f"a request cannot be served: {error.strerror}", WARN)
+            self.proxy.make_room()  # for the next one
+            self.keep = False
+            self.refuse(TooManyConnections())
         finally:
             if self.route:
                 self.proxy.counters.end(self, reported(b"".join(self._last)[-8192:]))
@@ -6584,11 +6658,11 @@ class Exchange:
 
     def _late_answer(self, response: Response) -> None:
         """An answer that is no stream, for a client that was already sent the beginning of one: it becomes an event."""
-        whole = response.body.all(time.monotonic() + BODY_PATIENCE, IN_MEMORY, self.client)
         try:
+            whole = response.body.all(time.monotonic() + BODY_PATIENCE, IN_MEMORY, self.client)
             if not isinstance(json.loads(whole), dict):
                 raise ValueError
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError, BodyTooLarge):
             raise EngineLost("the engine did not answer with a stream") from None
         event = b"event: error\n" if response.status >= 400 and not self._chat_events() else b""
         self.payload(b"%bdata: %b\n\n" % (event, b" ".join(whole.splitlines())))
@@ -7097,6 +7171,7 @@ class Proxy(socketserver.ThreadingTCPServer):
         self._lock = threading.Lock()
         self._crew, self.one_cpu = Crew(), OneCpu(Box())
         self._cpus: frozenset[int] = frozenset()  # of the accepting thread
+        self._full_told = -60.0  # monotonic: when it was last said that no more connections can be taken
         host, port = config.proxy.listen
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -7118,23 +7193,18 @@ class Proxy(socketserver.ThreadingTCPServer):
         try:
             return super().get_request()
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM) and not self.draining:
-                log(f"no more connections can be taken: {error.strerror}", WARN)
+            if error.errno in (errno.ENOBUFS, *OUR_OWN_LACK) and not self.draining:
+                if time.monotonic() >= self._full_told + 60.0:
+                    self._full_told = time.monotonic()
+                    log(f"no more connections can be taken: {error.strerror}", WARN)
+                self.make_room()
                 time.sleep(0.1)  # the listener stays readable: do not spin
             raise
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Is there room? The connection whose client has been waited for longest makes room for a new one: it is idle, or takes
-        its time to send what it began. One that we owe an answer never does."""
-        with self._lock:
-            if len(self._connections) < self.config.proxy.max_connections:
-                return True
-            waiting = [(c.wire.waits_since, c) for c in self._connections if c.wire.waits_since]
-            if waiting:
-                _, goes = min(waiting, key=lambda entry: entry[0])
-                self._connections.discard(goes)  # its thread takes a moment to see it
-                _hang_up(goes.wire.sock)
-                return True
+        """Is there room, or does somebody make it?"""
+        if len(self._connections) < self.config.proxy.max_connections or self.make_room():
+            return True
         try:
             request.setblocking(False)
             body = json.dumps({"error": {"code": 503, "message": str(TooManyConnections()), "type": "unavailable_error"}})
@@ -7145,6 +7215,18 @@ class Proxy(socketserver.ThreadingTCPServer):
         except OSError:
             pass
         return False
+
+    def make_room(self) -> bool:
+        """Hang up on the connection whose client has been waited for longest: it is idle, or takes its time to send what it
+        began. False when we owe every one an answer."""
+        with self._lock:
+            waiting = [(c.wire.waits_since, c) for c in self._connections if c.wire.waits_since]
+            if not waiting:
+                return False
+            _, goes = min(waiting, key=lambda entry: entry[0])
+            self._connections.discard(goes)  # its thread takes a moment to see it
+        _hang_up(goes.wire.sock)
+        return True
 
     def process_request(self, request: Any, client_address: Any) -> None:
         connection = Connection(self, request)
@@ -8999,10 +9081,12 @@ class Watch:
         known: dict[str, Any],
         box: Box | None = None,
         tool: Run = run_tool,
+        remember: Callable[[], bool] = lambda: True,
     ) -> None:
+        """`remember` writes `known` down, before something is done that is to be done once."""
         self.server, self.settings = server, settings
         self.clock, self.box, self.tool = server.clock, box or Box(), tool
-        self.known = known
+        self.known, self.remember = known, remember
         self.servers: dict[str, dict[str, Any]] = self._part("servers")  # model -> what was seen of the one that served it
         self.heals: dict[str, Any] = self._part("heals")  # model -> unloads since it was last not on the CPU
         self.lost: dict[str, Any] = self._part("lost")  # model -> how often it was loaded again after a reload
@@ -9127,7 +9211,10 @@ class Watch:
             self._say(CRITICAL, f"{text}: in use, so it is unloaded at a later pass (--force does it at once)")
         else:
             self.heals[model] = 1
-            if self.server.unload(model):
+            if not self.remember():  # the next pass would unload it again, and so on
+                del self.heals[model]
+                self._say(CRITICAL, f"{text}: not unloaded, since that cannot be written down")
+            elif self.server.unload(model):
                 self.servers.pop(model, None)
                 self._say(WARNING, f"{text}: unloaded (what ran on it was cut), the next request spawns it anew")
             else:
@@ -9292,9 +9379,13 @@ def the_config(options: Any) -> Config:
 
 def serve(options: Any) -> int:
     """The proxy, until SIGTERM or Ctrl-C; SIGHUP reads the configuration again."""
+    import importlib
     import signal
 
+    for name in "base64 difflib hmac http mmap selectors subprocess tempfile traceback zlib".split():
+        importlib.import_module(name)  # now: when no descriptor is left they could not be
     config = the_config(options)
+    want_descriptors(config.proxy.max_connections)
     if options.listen:
         config = replace(config, proxy=replace(config.proxy, listen=_listen_option(options.listen)))
     folder = state_folder(options.state_dir)
@@ -9329,6 +9420,24 @@ def serve(options: Any) -> int:
         if not proxy.drain():
             log(f"not everything ended within {age(proxy.config.proxy.drain_timeout)}: cut", WARN)
     return 0
+
+
+def want_descriptors(connections: int) -> None:
+    """A request takes two descriptors, an agent's start eight. The usual limit, 1024, is for programs that use select(), and
+    may be raised up to the hard one."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * connections + 256
+    room = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (room, hard))
+    except (OSError, ValueError):
+        room = soft
+    if room < wanted:
+        log(f"warning: proxy.max_connections: {connections} may take {wanted} descriptors, and only {room} are allowed", WARN)
 
 
 def notify(text: str) -> None:
@@ -9683,13 +9792,13 @@ class GuardState:
     def load(self) -> dict[str, Any]:
         return dict(_dict_of(_dict_of(self._file.load(), "servers"), self.url))
 
-    def save(self, known: dict[str, Any]) -> None:
-        """Ours alone: another run may have written another server's meanwhile."""
+    def save(self, known: dict[str, Any]) -> bool:
+        """Ours alone: another run may have written another server's meanwhile. False when it cannot be written."""
         lock = Lock(self._file_lock, self._file.path)
         lock.acquire(10.0)
         with lock:
             content = self._file.load()
-            self._file.save({**content, "servers": {**_dict_of(content, "servers"), self.url: known}})
+            return self._file.save({**content, "servers": {**_dict_of(content, "servers"), self.url: known}})
 
 
 def _guard(options: Any, what: str, wait: float, act: Callable[[ModelServer, GuardState, Tell], int]) -> int:
@@ -9755,7 +9864,7 @@ def _probe_models(options: Any, server: ModelServer, known: dict[str, Any]) -> R
         metrics = [(str(name), dict(labels), float(value)) for name, labels, value in last.get("metrics") or ()]
         if last.get("good"):
             return Report(OK, f"nothing changed since the last good probe at {since}", metrics=metrics)
-        if last.get("level") == CRITICAL and again > 0:
+        if last.get("level") == CRITICAL and 0 < again <= STILL_BAD:  # more: a clock was put back
             return Report(CRITICAL, f"at {since}, asked again in {age(again)}: {last.get('text')}", metrics=metrics)
 
     def progress(text: str) -> None:
@@ -9787,7 +9896,7 @@ def _watch(options: Any, server: ModelServer, state: GuardState, tell: Tell) -> 
     settings = WatchSettings(limits, options.vram_low, config, options.force, options.dry_run, not options.no_respawn)
     known = state.load()
     server = ModelServer(server.address, server.api.key, kind=str(known.get("kind") or ""))  # spares a question each minute
-    watch = Watch(server, settings, known)
+    watch = Watch(server, settings, known, remember=lambda: state.save(known))
     due = time.monotonic()
     until = due + (NEVER if options.loop else options.seconds)
     level, said = OK, ""
