@@ -609,6 +609,7 @@ class StateFile:
         temp = "%s.%d.tmp" % (self.path, os.getpid())
         try:
             os.makedirs(os.path.dirname(self.path), mode=0o700, exist_ok=True)
+            self._sweep()
             try:
                 self.write(temp, text.encode())
                 os.replace(temp, self.path)
@@ -637,6 +638,14 @@ class StateFile:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+    def _sweep(self) -> None:
+        """Take away the temp files of writers that were killed."""
+        folder, name = os.path.split(self.path)
+        for entry in os.listdir(folder) if os.path.exists("/proc/self") else ():
+            pid = entry[len(name) + 1:-len(".tmp")]
+            if pid.isdigit() and entry == f"{name}.{pid}.tmp" and not os.path.exists("/proc/" + pid):
+                remove_file(os.path.join(folder, entry))
 
     def _move_aside(self, error: Exception) -> None:
         dated = "{}.broken-{}".format(self.path, time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(self._clock.now())))
@@ -3523,20 +3532,29 @@ class CommandEngine(Engine):
             os.replace(self._log_path, self._log_path + ".1")
         ours = ("NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "WATCHDOG_USEC", "WATCHDOG_PID")
         env = {name: value for name, value in os.environ.items() if name not in ours}
+        silent = subprocess.DEVNULL
         with open(self._log_path, "ab") as output:
             try:
-                child = subprocess.Popen(
-                    argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=env
+                subprocess.Popen(
+                    argv, stdin=silent, stdout=output, stderr=output, start_new_session=True, env=env,
+                    preexec_fn=lambda: self._sign(argv),  # whoever starts engines has a single thread
                 )
+            except subprocess.SubprocessError:
+                text = f"the engine was not started: {self._record.path} cannot be written, so it could not be found again"
+                raise AgentError(text) from None
             except OSError as error:
+                self._record.remove()
                 raise AgentError(f"{argv[0]} cannot be run: {error.strerror}") from None
-        process = self.box.process(child.pid)
+
+    def _sign(self, argv: list[str]) -> None:
+        """Write the record of this very process, which is about to become the engine. It does that itself: were it done by who
+        starts it, and he killed before, it would run unknown to everybody, on a GPU that it never gives back."""
+        process = self.box.process(os.getpid())
         started = timestamp(self.clock.now())
-        record = {"pid": child.pid, "start": process.start if process else 0, "command": argv, "started": started}
+        record = {"pid": os.getpid(), "start": process.start if process else 0, "command": argv, "started": started}
         record["boot"] = self.box.boot()  # after a reboot a session of somebody else's may have this very number
         if not self._record.save(record):
-            child.kill()
-            raise AgentError(f"the engine was not started: {self._record.path} cannot be written, so it could not be found again")
+            raise AgentError("an engine without a record is not started")
 
     def stop(self) -> None:
         """SIGTERM to its session, SIGKILL to what is left after TERM_GRACE."""
@@ -4012,9 +4030,7 @@ class Agent:
             ours = {process.pid for engine in engines.values() for process in engine.processes()}
             self._refuse_owners(ask, ours)
             state = wanted.state
-            for other in engines.values():
-                if other is not wanted and other.state == RUNNING and self._in_use(other, ask):
-                    raise GpuBusy(f"engine {other.name} works for somebody, or does not answer", reply={"in_use": other.name})
+            self._spare_users([engine for engine in engines.values() if engine is not wanted], ask)
             self._stop([engine for engine in engines.values() if engine is not wanted or state == LEFT_OVER])
             if state in ("off", LEFT_OVER):
                 taken = self.box.listeners(wanted.port)
@@ -4056,10 +4072,19 @@ class Agent:
         raise GpuBusy(f"the memory of a stopped engine is not given back after {age(DRAIN_LOOKS)}")
 
     def stop(self, ask: dict[str, Any]) -> dict[str, Any]:
-        """Stop every running engine of ours, and prove that it is gone."""
+        """Stop every running engine of ours, and prove that it is gone. With `spare` none that works for somebody: whoever asked
+        may have been killed since, and his successor have let others in."""
+        engines = self._engines(ask).values()
         with self._lock("stop", ask):
-            self._stop(self._engines(ask).values())
+            if ask.get("spare"):
+                self._spare_users(engines, ask)
+            self._stop(engines)
             return self.status(ask)
+
+    def _spare_users(self, engines: Iterable[Engine], ask: dict[str, Any]) -> None:
+        for engine in engines:
+            if engine.state == RUNNING and self._in_use(engine, ask):
+                raise GpuBusy(f"engine {engine.name} works for somebody, or does not answer", reply={"in_use": engine.name})
 
     def _stop(self, engines: Iterable[Engine]) -> None:
         """Stop those that run, or of which something is left (a unit that failed with a stuck process), and prove it."""
@@ -4844,6 +4869,10 @@ class Ticket:
 
 class _Committed(Exception):
     """Raised by one who only wanted an engine started: it does, he need not wait."""
+
+
+class _InUse(Exception):
+    """The agent found that engine at work for somebody, and left it alone."""
 
 
 class Lease:
@@ -5737,6 +5766,9 @@ class Host:
                 self._release(step.engine)
             else:
                 self._stop(step.engine)
+        except _InUse as found:
+            self._used_beside_us(str(found))
+            self.poke()
         finally:
             with self._changed:
                 self._doing = None
@@ -5779,9 +5811,7 @@ class Host:
             reply = self._ask("start", 900.0, engine=engine)
             if reply.get("in_use"):  # somebody, another proxy perhaps, has one of ours at work: those who queue wait for it
                 self._tell(engine, "unloaded")
-                self._used_beside_us(str(reply["in_use"]))
-                self.poke()
-                return
+                raise _InUse(reply["in_use"])
             self._started(engine, reply, before)
             reply = self._await_ready(engine)
         except GpuBusy as error:
@@ -5956,7 +5986,10 @@ class Host:
     def _stop_and_prove(self, engine: str) -> str | None:
         """Have the agent stop all of ours; what was left, or None when it is proven that nothing is."""
         try:
-            problem = stop_problem(self._ask("stop", 900.0))
+            reply = self._ask("stop", 900.0, spare=True)
+            if reply.get("in_use"):  # by somebody who came in since we looked, beside us
+                raise _InUse(reply["in_use"])
+            problem = stop_problem(reply)
         except (HostDown, HostBlocked, AgentError) as error:
             problem = str(error)
         with self._changed:

@@ -746,7 +746,8 @@ class World:
         self.left += [process for unit in self.units.values() for process in unit.processes()]
         self._fault("after")
         if op == "stop":
-            self.stop_failed_at = -NEVER if reply["ok"] else self.mono
+            refused = "in_use" in reply  # nothing was stopped
+            self.stop_failed_at = -NEVER if reply["ok"] or refused else self.mono
         self.told_at = begun
         self.run_until(self.mono + self.random.choice([0.0, 0.0, 0.2, 2.0]))
         self.note(f"reply: {reply.get('active')} {reply.get('error', '')} waits {[w['job'] for w in reply.get('bench_waits', ())]}")

@@ -374,20 +374,12 @@ def test_a_broken_record_is_no_engine_and_no_error(folder, text):
     assert ask(folder, "start", {"e": sleeper()}, engine="e")["active"] == "e"
 
 
-def test_an_engine_that_cannot_be_recorded_is_not_left_running(folder, monkeypatch):
-    started: list[int] = []
-    real = subprocess.Popen
-
-    def remember(*argv, **more):
-        child = real(*argv, **more)
-        started.append(child.pid)
-        return child
-
-    monkeypatch.setattr(subprocess, "Popen", remember)
+def test_an_engine_that_cannot_be_recorded_is_not_run(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(llmguard.StateFile, "save", lambda self, content: False)
-    reply = quiet_agent(folder).answer({"op": "start", "host": "here", "engines": {"e": sleeper()}, "engine": "e"})
+    engines = {"e": {"command": ["touch", str(tmp_path / "it ran")], "port": free_port()}}
+    reply = quiet_agent(folder).answer({"op": "start", "host": "here", "engines": engines, "engine": "e"})
     assert reply["ok"] is False and "could not be found again" in reply["error"]["text"]
-    eventually(lambda: not alive(started[-1]))
+    assert not (tmp_path / "it ran").exists()
 
 
 # ----- one op at a time
