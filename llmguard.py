@@ -6408,6 +6408,7 @@ class Exchange:
             if error.errno not in OUR_OWN_LACK:
                 raise
             log(f"a request cannot be served: {error.strerror}", WARN)
+            self.client.waits_since = 0.0  # we owe it an answer
             self.proxy.make_room()  # for the next one
             self.keep = False
             self.refuse(TooManyConnections())

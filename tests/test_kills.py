@@ -238,7 +238,7 @@ class Stage(Serving):
         return self
 
     def status(self) -> dict:
-        """On one connection: an agent reads of each that was closed for a minute."""
+        """On one connection: of each that was closed the agents have to read for a minute."""
         self.line.request("GET", "/status")
         return json.loads(self.line.getresponse().read())
 
@@ -250,6 +250,7 @@ class Stage(Serving):
         return found
 
     def dies_at(self, step: str, *who: str, rests: bool = False) -> None:
+        """At its next step of that name "proxy", "agent" or both are killed; an agent that is not may rest until go_on()."""
         for name in ("done", "go_on"):
             (self.folder / name).unlink(missing_ok=True)
         plan = self.folder / "plan"
@@ -399,8 +400,8 @@ def of_agent(steps: list[str], op: str) -> list[str]:
 
 def on_box(steps: list[str], op: str) -> list[str]:
     """Of an agent's steps one for each state that it brings its box into."""
-    states = ("has the box's lock", "sent SIGTERM", "the engine is forgotten", "starts an engine", "2 write", "5 replace", "saved",
-              "has answered")
+    writes = ("2 write", "5 replace", "saved")
+    states = ("has the box's lock", "sent SIGTERM", "the engine is forgotten", "starts an engine", *writes, "has answered")
     found = [step for step in steps if step.startswith(f"agent {op}: ") and step.endswith(states)]
     assert len(found) == {"start": 8, "stop": 4}[op], found
     return found
@@ -457,7 +458,7 @@ def test_a_proxy_that_is_killed_at_any_step_of_a_switch_has_it_finished_by_the_n
 
 
 def test_a_proxy_that_starts_while_the_agent_of_a_killed_one_is_in_the_midst_of_a_switch_waits_for_it(switch):
-    """The agent rests in each state of its box in turn until the new proxy has looked and was asked; then it goes on to its end."""
+    """The agent rests in each state of its box in turn until the new proxy has looked and was asked, then goes on to its end."""
     for step in on_box(switch.steps, "start"):
         with killed_at(step):
             switch.killed(step, "proxy", rests=True)
@@ -668,7 +669,7 @@ def test_an_idle_stop_survives_every_kill_of_the_proxy_its_agent_or_both(stage):
 
 
 def test_a_stream_that_a_new_proxy_lets_in_is_not_cut_by_what_the_killed_ones_agent_was_about_to_do(stage):
-    """The agent rests at each of its steps before it stops the engine. Between its look whom that serves and SIGTERM lies nothing."""
+    """The agent rests at each of its steps before it stops the engine: of those its look whom that serves is the last."""
     place = stage()
     enough = place.folder / "enough"
     unload = lambda: place.ask("POST", "/api/models/unload/a")
