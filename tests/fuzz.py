@@ -44,7 +44,7 @@ class NoProxy:
 class Bytes:
     """A wire on which bytes come, in pieces of a size, and then an end."""
 
-    broken = False
+    broken, interim = False, 0
 
     def __init__(self, data: bytes, piece: int) -> None:
         self.buffer, self.rest, self.piece, self.waits_since = b"", data, piece, 0.0
