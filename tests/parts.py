@@ -170,10 +170,14 @@ class Serving:
         self.process.send_signal(number)
 
     def stop(self) -> None:
-        """End the proxy, and the engines that it left running."""
+        """End the proxy, the agents that work for it, and the engines that it left running."""
         if self.process and self.process.poll() is None:
+            agents = [process.pid for process in llmguard.Box().living() if process.parent == self.process.pid]
             self.process.kill()
             self.process.wait(PATIENCE)
+            for pid in agents:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
         for record in (self.state / "engines").glob("*.json"):
             with contextlib.suppress(OSError, ValueError):
                 pid = json.loads(record.read_text())["pid"]
