@@ -5516,6 +5516,8 @@ class Host:
             begun = self._clock.monotonic()
             try:
                 self._remote.follow(self._request("status"), lambda reply: self.poke())
+            except GuardError as error:  # no folder for ssh's sockets
+                log(f"host {self.config.name}: the line to its agent cannot be opened: {error}", WARN)
             except Exception:
                 import traceback
 

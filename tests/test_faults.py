@@ -14,7 +14,6 @@ import resource
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -22,11 +21,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from parts import LLMGUARD, PATIENCE, FakeClock, Reply, Upstream, ask, echo, eventually, free_port, raw, replies, url_config
-from test_agent import agent_process, alive, engine as server, folder, sleeper  # noqa: F401
-from test_follow import JOB, Queue, child, hurried, waits  # noqa: F401
+from parts import LLMGUARD, PATIENCE, FakeClock, ask, echo, eventually, free_port, raw, replies, url_config
+from test_agent import agent_process, alive, folder, sleeper  # noqa: F401
+from test_follow import hurried, waits  # noqa: F401
 from test_forward import (  # noqa: F401
-    CHAT, EVENTS, KEEPALIVE, OK, PLAIN_CHUNKS, STREAM, Client, chunk, dechunked, engine, front, gated, get, gone, post, says, shape,
+    CHAT, EVENTS, KEEPALIVE, OK, PLAIN_CHUNKS, STREAM,
+    Client, chunk, dechunked, engine, front, gated, get, gone, post, says, shape,
 )
 from test_host import Bench
 from test_release import lane, lines, waited_for  # noqa: F401
@@ -44,23 +44,27 @@ def descriptors(pid: int) -> set[int]:
     return {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
 
 
-def spare(serving, count: int | None) -> None:
-    """Let a proxy open that many descriptors more, or with None as many as it wants; once those of the past are closed."""
-    pid = serving.process.pid
+def settled(serving) -> set[int]:
+    """A proxy's descriptors, once none is opened or closed any more."""
     seen: list[set[int]] = []
 
-    def settled() -> bool:
+    def same() -> bool:
         time.sleep(0.05)
-        seen.append(descriptors(pid))
+        seen.append(descriptors(serving.process.pid))
         return len(seen) > 6 and seen[-6:] == [seen[-1]] * 6
 
-    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    eventually(same, "nothing is opened or closed")
+    return seen[-1]
+
+
+def spare(serving, count: int | None) -> None:
+    """Let a proxy open that many descriptors more, or with None as many as it wants."""
+    pid = serving.process.pid
+    soft = hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]
     if count is not None:
-        eventually(settled, "nothing is opened or closed")
-        free = (number for number in itertools.count() if number not in seen[-1])
+        taken = settled(serving)
+        free = (number for number in itertools.count() if number not in taken)
         soft = next(itertools.islice(free, count, None))
-    else:
-        soft = hard
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
 
 
@@ -102,6 +106,7 @@ def real(serve):
     def start(config: dict, **more):
         started.append(serve(config, **more))
         eventually(lambda: started[-1].host()["last_tick"], "the first look")
+        settled(started[-1])  # what is opened from now on has the lowest numbers, and is below any limit
         return started[-1]
 
     yield start
@@ -520,7 +525,8 @@ def test_a_stream_whose_head_comes_in_two_halves_is_kept_alive_between_them_and_
 def test_an_engine_that_has_begun_and_dies_in_its_silence_is_not_asked_again_over_another_connection(front):
     """The interim answer is long past when the end comes, and the connection was a kept one."""
     begun, tell = gated(b"HTTP/1.1 100 Continue\r\n\r\n", b"")
-    proxy, upstream = front(lambda request, sock: (begun if b"stream" in request else echo)(request, sock), stream_keepalive="20ms")
+    either = lambda request, sock: (begun if b"stream" in request else echo)(request, sock)
+    proxy, upstream = front(either, stream_keepalive="20ms")
     assert replies(raw(proxy.port, post(CHAT)))[0].status == 200
     with Client(proxy, post(STREAM)) as client:
         client.until(KEEPALIVE)
@@ -530,31 +536,30 @@ def test_an_engine_that_has_begun_and_dies_in_its_silence_is_not_asked_again_ove
     assert upstream.on[0] == upstream.on[1] and len(upstream.requests) == 2
 
 
-@pytest.mark.parametrize(
-    "answer, got",
-    [
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999999\r\n\r\nab", b"ab"),
-        (PLAIN_CHUNKS + b"fffffffffffffff\r\nab", b"ab"),
-        (PLAIN_CHUNKS + chunk(b"ab") + b"-1\r\nx\r\n", b"ab"),
-        (PLAIN_CHUNKS + b"2\r\nabc\r\n0\r\n\r\n", b"ab"),
-        (PLAIN_CHUNKS + b"2\r\nab" + b"0\r\n\r\n", b"ab"),
-        (PLAIN_CHUNKS + chunk(b"ab") + b"0\r\nA b\r\n\r\n", b"ab"),
-        (PLAIN_CHUNKS + chunk(b"ab") + b"0" * 5000, b"ab"),
-    ],
-    ids=["a length of 10^17", "a chunk of 2^60", "a negative chunk", "a chunk too long", "a chunk without its end", "a bad trailer", "zeros"],
-)
-def test_a_length_that_is_wrong_gets_no_clean_end_and_the_next_request_its_own_answer(front, answer, got):
+WRONG = {  # all of them begin with "ab"
+    "a length of 10^17": b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999999\r\n\r\nab",
+    "a chunk of 2^60": PLAIN_CHUNKS + b"fffffffffffffff\r\nab",
+    "a negative chunk": PLAIN_CHUNKS + chunk(b"ab") + b"-1\r\nx\r\n",
+    "a chunk too long": PLAIN_CHUNKS + b"2\r\nabc\r\n0\r\n\r\n",
+    "a chunk without its end": PLAIN_CHUNKS + b"2\r\nab" + b"0\r\n\r\n",
+    "a bad trailer": PLAIN_CHUNKS + chunk(b"ab") + b"0\r\nA b\r\n\r\n",
+    "zeros": PLAIN_CHUNKS + chunk(b"ab") + b"0" * 5000,
+}
+
+
+@pytest.mark.parametrize("answer", WRONG.values(), ids=WRONG)
+def test_a_length_that_is_wrong_gets_no_clean_end_and_the_next_request_its_own_answer(front, answer):
     bad = says(answer)
     proxy, upstream = front(lambda request, sock: (bad if b"bad" in request else echo)(request, sock))
     data = raw(proxy.port, post({"model": "small", "x": "bad"}))
     if data.startswith(b"HTTP/1.1 502 "):  # nothing had gone out yet
         assert replies(data)[0].error["type"] == "engine_lost"
     elif b"chunked" in data.partition(b"\r\n\r\n")[0]:
-        assert dechunked(data) in [(got, False), (b"", False)]
+        assert dechunked(data) in [(b"ab", False), (b"", False)]
     else:
         with pytest.raises(http.client.IncompleteRead) as cut:
             replies(data)
-        assert cut.value.partial == got
+        assert cut.value.partial == b"ab"
     assert b"POST" in replies(raw(proxy.port, post(CHAT)))[0].body
     assert len(upstream.requests) == 2 and len(set(upstream.on)) == 2
 
@@ -591,14 +596,11 @@ def test_an_engine_that_answers_before_it_was_asked_answers_one_request_at_most(
                         taken[-1].sendall(b"HTTP/1.1 503 Busy\r\nContent-Length: 4\r\n\r\nbusy" * 2)
 
         threading.Thread(target=serve_all, daemon=True).start()
-        config = url_config(listener.getsockname()[1])
-        config["hosts"]["here"]["engines"]["e0"]["models"] = ["small"]
-        proxy = inside(config)
-        eventually(lambda: proxy.hosts["here"].last_tick, "the first look")
-        before = len(taken)
+        proxy = inside(url_config(listener.getsockname()[1], tick="1h"))
+        eventually(lambda: taken, "it was asked for its models")
         for _ in range(3):
             assert [(reply.status, reply.body) for reply in replies(raw(proxy.port, post(CHAT)))] == [(503, b"busy")]
-        assert len(taken) - before == 3, "a connection each"
+        assert len(taken) == 4, "a connection each"
         for sock in taken:
             sock.close()
 
@@ -658,7 +660,7 @@ def test_a_head_without_end_from_one_engine_is_no_unknown_model_of_another(insid
 # ----- 5: ssh
 
 NO_BOX = "host a9 is down: no answer over ssh in time"
-REPLY = {"ok": True, "agent": "0.1.0", "sha256": "abc", "checked": ["gpu"], "foreign": [], "active": None, "state": "off", "gpu": None}
+REPLY = {"ok": True, "agent": "0.1.0", "sha256": "abc", "checked": ["gpu"], "foreign": [], "active": None, "state": "off"}
 BANNER = "llmguard-agent 1\n"
 WHOLE = BANNER + json.dumps(REPLY) + "\n"
 
@@ -736,11 +738,11 @@ CLOSED = "Connection to a9 closed by remote host."
 ENDS = {  # what it printed before exit code 255, and what is said then
     "refused": ("", REFUSED, HostDown, "host a9 is down: " + REFUSED),
     "no route": ("", "ssh: connect to host a9 port 22: No route to host", HostDown, "No route to host"),
-    "no name": ("", "ssh: Could not resolve hostname a9: Name or service not known", HostDown, "no machine of that name is known"),
-    "no banner": ("", "Connection timed out during banner exchange\nConnection to 10.0.0.9 port 22 timed out", HostDown, "timed out"),
+    "no name": ("", "ssh: Could not resolve hostname a9: Name or service not known", HostDown, "no machine of that name"),
+    "no banner": ("", "Connection timed out during banner exchange\nConnection to a9 port 22 timed out", HostDown, "timed out"),
     "closed": ("", "kex_exchange_identification: Connection closed by remote host", HostDown, "Connection closed"),
     "host key": ("", "@@@\nREMOTE HOST IDENTIFICATION HAS CHANGED!\nHost key verification failed.", HostBlocked, "ssh-keygen -R"),
-    "login": ("", "me@a9: Permission denied (publickey,password).", HostBlocked, "put this machine's key into authorized_keys of me@a9"),
+    "login": ("", "me@a9: Permission denied (publickey).", HostBlocked, "put this machine's key into authorized_keys of me@a9"),
     "keys": ("", "Received disconnect from 10.0.0.9 port 22:2: Too many authentication failures", HostBlocked, "authorized_keys"),
     "shell": ("Last login: Sun\n", CLOSED, HostDown, CLOSED),
     "shell not found": ("", f"llmguard-agent: not found\n{CLOSED}", HostDown, CLOSED),
@@ -817,11 +819,11 @@ def boxed(ssh, inside, monkeypatch, tmp_path):
     monkeypatch.setenv("STATE", str(tmp_path / "there"))
     started = []
 
-    def start(script: str, **host):
+    def start(script: str):
         ssh.does(script)
         engines = {"e": {"command": ["sleep", "600"], "port": free_port(), "models": ["small"]}}
-        config = {"proxy": {"tick": "100ms"}, "hosts": {"a9": {"ssh": "me@a9", "address": "127.0.0.1", "engines": engines, **host}}}
-        proxy = inside(config)
+        a9 = {"ssh": "me@a9", "address": "127.0.0.1", "engines": engines}
+        proxy = inside({"proxy": {"tick": "100ms"}, "hosts": {"a9": a9}})
         started.append(proxy)
         return proxy
 
@@ -893,11 +895,27 @@ def test_noise_without_end_is_no_sign_of_life_on_a_follow_line(ssh, monkeypatch)
     assert followed(ssh.remote) in ([REPLY], []), "a slow machine may not have come that far"
 
 
-@pytest.mark.parametrize("script", ["exec sleep 600", "cat > /dev/null; exec sleep 600", f"printf '{BANNER[:-1]}\\n'; exec sleep 600"])
+@pytest.mark.parametrize("script", ["", "cat > /dev/null;", f"printf '{BANNER[:-1]}\\n';"])
 def test_a_follow_line_over_an_ssh_that_hangs_is_given_up(ssh, monkeypatch, script):
     monkeypatch.setattr(llmguard, "HEARTBEAT", 0.2)
-    ssh.does(script)
+    ssh.does(script + " exec sleep 600")
     assert followed(ssh.remote) == []
+
+
+def test_a_folder_of_sockets_that_is_open_to_others_is_a_line_in_the_log_for_calls_and_for_the_follow_line(ssh, lines):
+    (ssh.root / "run" / "llmguard-ssh").mkdir()
+    (ssh.root / "run" / "llmguard-ssh").chmod(0o777)
+    with pytest.raises(HostBlocked, match="is open to others"):
+        ssh.call()
+    config = llmguard.replace(ssh.remote.host, job_queue={"path": "~/jobs"})
+    host = llmguard.Host(config, llmguard.ProxyConfig(), ssh.remote, llmguard.Events())
+    line = threading.Thread(target=host.follow, daemon=True)
+    line.start()
+    eventually(lambda: lines, "it says so")
+    host.close()
+    line.join(PATIENCE)
+    assert not line.is_alive() and ssh.pids() == []
+    assert re.fullmatch("host a9: the line to its agent cannot be opened: .* is open to others: [^\n]*", lines[0])
 
 
 TUNNELS = f"""
@@ -1012,7 +1030,7 @@ def test_of_a_long_complaint_the_beginning_is_told(agent, script):
 
 
 FLOODS = {
-    "a reply of 100 MB": "os.write(1, BANNER + b'{\"x\": \"')\nfor _ in range(100): os.write(1, b'x' * 1_000_000)\nos.write(1, b'\"}\\n')",
+    "a reply of 100 MB": "os.write(1, BANNER + b'[')\nfor _ in range(100): os.write(1, b'5, ' * 333_333)\nos.write(1, b'5]\\n')",
     "100 MB and no banner": "for _ in range(100): os.write(1, b'x' * 999_999 + b'\\n')",
     "100 MB of complaints": "for _ in range(100): os.write(2, b'x' * 999_999 + b'\\n')",
 }
@@ -1033,7 +1051,7 @@ def test_a_hundred_megabytes_behind_the_reply_are_not_read(agent):
 
 
 ODD = [5, "x", [[]], [5], {"a": 5}]
-FIELDS = ["ok", "agent", "sha256", "foreign", "checked", "bench_waits", "active", "state", "engine", "others", "gpu", "log", "error"]
+FIELDS = "ok agent sha256 foreign checked bench_waits active state engine others gpu log error".split()
 
 
 @pytest.mark.parametrize("field", [*FIELDS, "engine.pids", "engine.evidence", "engine.port", "engine.restarts"])
@@ -1204,7 +1222,7 @@ DAY = 86400.0
 
 
 def life(jump: float) -> list[tuple]:
-    """What a host does, and when, in two hours in which the clock on the wall jumps; not a word of it may depend on that clock."""
+    """What a host does, and when, in two hours in which the clock on the wall jumps."""
     bench = Bench(idle_stop=900.0, tick=60.0, queue_timeout=300.0)
     done: list[tuple] = []
     true_call = bench.box.call
@@ -1260,7 +1278,7 @@ def test_a_bad_probe_is_asked_again_after_its_hour_also_when_the_clock_was_put_b
     """Else one that is dated tomorrow would stay the last word until then."""
     listed = tmp_path / "swap.yaml"
     listed.write_text("x")
-    server = SimpleNamespace(address=Address("10.0.0.9", 1), kind="server", loaded=lambda: [], clock=FakeClock(), api=EngineApi(Address("x", 1)))
+    server = SimpleNamespace(address=Address("10.0.0.9", 1), kind="server", loaded=list, clock=FakeClock(), api=None)
     asked: list[str] = []
 
     def probe(self, model: str) -> llmguard.Probed:
