@@ -63,8 +63,7 @@ def test_threads_that_wait_for_nothing_end(monkeypatch):
         crew.serve(work)
     for work in works:
         work.finish()
-    eventually(lambda: tasks() <= before, "they have ended")
-    assert not crew._waiting
+    eventually(lambda: tasks() <= before and not crew._waiting, "they have ended")
 
 
 def test_a_connection_handed_to_a_thread_that_loses_its_patience_is_served(monkeypatch):
