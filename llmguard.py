@@ -470,11 +470,13 @@ def timestamp(seconds: float | None) -> str | None:
 
 def parse_timestamp(text: Any) -> float:
     """The other way round; 0.0 for anything else."""
+    match = _TIMESTAMP.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        return 0.0
     import datetime  # which is there four times as soon as time.strptime
 
-    match = _TIMESTAMP.fullmatch(text) if isinstance(text, str) else None
     try:
-        year, month, day, hour, minute, second = map(int, match.groups() if match else ())
+        year, month, day, hour, minute, second = map(int, match.groups())
         return datetime.datetime(year, month, day, hour, minute, second, tzinfo=datetime.timezone.utc).timestamp()
     except ValueError:
         return 0.0
@@ -4400,9 +4402,10 @@ def start_words(path: str) -> str:
     """The Python program, for `python3 -c`, that runs the copy of llmguard at that path. An imported file is compiled once; one
     that is run by its name each time, which takes more than all the rest. It has no character that any login shell minds
     between double quotes, and the folder takes the place of the current one in sys.path: no json.py that lies about there
-    is ours. The garbage that a start makes is not worth the 2 ms that its collection takes; `main` turns it on again."""
+    is ours. An agent's call is short: to collect the garbage that a start makes takes 2 ms, to take the interpreter apart at
+    the end 6 ms, a fifth of it all. So the one is off (`main` turns it on again), and the other left out."""
     folder, name = os.path.split(path)
-    return f"import gc, sys; gc.disable(); sys.path[:1] = [{folder!r}]; import {name[:-3]} as copy; sys.exit(copy.main())"
+    return f"import gc, os, sys; gc.disable(); sys.path[:1] = [{folder!r}]; import {name[:-3]} as copy; os._exit(copy.main())"
 
 
 def importable(path: str) -> bool:
@@ -10200,7 +10203,7 @@ def completion(parser: Any, shell: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line -> exit code."""
+    """The command line -> exit code. What it printed is written by then, so that the caller may leave with os._exit."""
     words = sys.argv[1:] if argv is None else argv
     if words[-1:] == ["agent"] and words[:-1] in ([], ["--state-dir", *words[1:2]]):
         return agent_main(state_folder(words[1] if words[1:] else None))  # each tick on each box: without argparse
@@ -10212,20 +10215,24 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return UNKNOWN if any(word in GUARDS for word in words) else error.exit_code
     log.verbose, log.json = options.verbose, options.log_format == "json"
-    if options.version:
-        print(f"llmguard {__version__} {own_hash()[:12]}")
-        return 0
-    if not options.command:
-        parser.print_help()
-        return 64
+    code = 0
     try:
-        code: int = options.run(options)
-        return code
+        if options.version:
+            print(f"llmguard {__version__} {own_hash()[:12]}")
+        elif not options.command:
+            parser.print_help()
+            code = 64
+        else:
+            code = options.run(options)
+        sys.stdout.flush()
     except GuardError as error:
         sys.stderr.write(f"llmguard.py: {error}\n")
-        return UNKNOWN if options.command in GUARDS else error.exit_code
+        code = UNKNOWN if options.command in GUARDS else error.exit_code
     except KeyboardInterrupt:
-        return 130
+        code = 128 + 2
+    except BrokenPipeError:
+        code = 128 + 13  # who read it has left, as `| head` does: what SIGPIPE would have said
+    return code
 
 
 def stays(words: list[str]) -> bool:
@@ -10251,4 +10258,4 @@ def become_imported() -> None:
 if __name__ == "__main__":
     if stays(sys.argv[1:]) and importable(__file__):
         become_imported()
-    sys.exit(main())
+    os._exit(main())

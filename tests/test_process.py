@@ -356,6 +356,14 @@ def test_no_command_prints_the_help_and_exits_64():
     assert said.returncode == 64 and "serve" in said.stdout
 
 
+def test_a_reader_that_has_left_ends_the_command_without_a_word():
+    reader, writer = os.pipe()
+    os.close(reader)
+    said = subprocess.run([sys.executable, LLMGUARD, "--version"], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=PATIENCE)
+    os.close(writer)
+    assert (said.returncode, said.stderr) == (128 + signal.SIGPIPE, "")
+
+
 def test_check_says_what_each_host_is_and_exits_0(serve, config):
     serving = serve(config)
     text_of(serving.ask("POST", "/v1/chat/completions", chat("small")))
