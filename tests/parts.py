@@ -45,11 +45,17 @@ def missing(reason: str) -> None:
     pytest.skip(reason)
 
 
+_held: list[socket.socket] = []
+
+
 def free_port() -> int:
-    """A port that the kernel says is free."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """A port that the kernel says is free, for a server that sets SO_REUSEADDR. A socket of ours stays bound to it, or the
+    kernel would soon give it to somebody's outgoing connection."""
+    sock = socket.socket()
+    sock.bind(("127.0.0.1", 0))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _held.append(sock)
+    return sock.getsockname()[1]
 
 
 def eventually(check, what: str = "", seconds: float = PATIENCE):
