@@ -6049,6 +6049,7 @@ MAX_DEPTH = 200  # of nested JSON in a request
 OWN_STALL = 10.0  # seconds that a client may take nothing of an answer which is our own
 LINGER = 2.0  # seconds to read on after a refusal, so that a reset does not destroy the answer on its way
 SEND_PIECE = 1 << 20
+_LAST_CHUNK = b"0\r\n\r\n"
 
 _EMPTY_LINES = Pattern(rb"\A(?:\r\n)+")
 _METHODS = frozenset("GET HEAD POST PUT PATCH DELETE OPTIONS".split())
@@ -6736,7 +6737,7 @@ class Exchange:
                 self._last = self._last[1], data
                 if self._events:
                     self.events += data.count(b"\n\n")
-                self.payload(data)
+                self.payload(data, body.complete)
 
     def begin(self, status: int, reason: str, fields: Iterable[tuple[str, str]], length: int | str) -> None:
         """Start the response. `length`: bytes, "" for no body at all, or negative when nobody knows: chunks then, or until
@@ -6761,11 +6762,12 @@ class Exchange:
         self.first_byte = time.monotonic() - self.started
         self._pending = ("HTTP/1.1 %d %s\r\n%s\r\n" % (status, reason, "".join(lines))).encode("latin-1", "replace")
 
-    def payload(self, data: bytes) -> None:
-        """Some of the response's body."""
+    def payload(self, data: bytes, last: bool = False) -> None:
+        """Some of the response's body; the `last` of it goes out together with what ends it."""
         self._tail = data if len(data) > 3 else (self._tail + data)[-4:]
         if self._chunked:
-            data = b"%b%x\r\n%b\r\n" % (self._pending, len(data), data)
+            data = b"%b%x\r\n%b\r\n%b" % (self._pending, len(data), data, _LAST_CHUNK if last else b"")
+            self._chunked = not last
         elif self._pending:
             data = self._pending + data
         self._pending = b""
@@ -6774,7 +6776,7 @@ class Exchange:
     def finish(self) -> None:
         """The response is complete."""
         if self._chunked:
-            self.write(self._pending + b"0\r\n\r\n")
+            self.write(self._pending + _LAST_CHUNK)
             self._pending = b""
         self._flush()
 
