@@ -7014,19 +7014,22 @@ class Connection:
         self.wire.waits_since = time.monotonic()
         self.idle_since: float | None = None  # None: at work
         self.used = False  # has it carried a request?
-        self._cpus: frozenset[int] = frozenset()
+        self._cpus: frozenset[int] = frozenset()  # of the thread that serves it
 
     def may_go(self) -> bool:
         """Is it idle, and may it be hung up while the proxy drains? Who has just connected has not asked yet."""
         return self.idle_since is not None and (self.used or time.monotonic() - self.idle_since > FIRST_REQUEST)
 
-    def serve(self) -> None:
+    def serve(self, cpus: frozenset[int]) -> frozenset[int]:
+        """All its requests, by a thread that is on these CPUs -> those that it is on then."""
+        self._cpus = cpus
         try:
             while self._one():
                 pass
         finally:
             self.proxy.gone(self)
             self.wire.close()
+        return self._cpus
 
     def _one(self) -> bool:
         """One request; False when it was the last one."""
@@ -7117,8 +7120,9 @@ class Crew:
             seat.bell.release()
 
     def _run(self, seat: Seat) -> None:
+        cpus: frozenset[int] = frozenset()
         while seat.connection:
-            seat.connection.serve()
+            cpus = seat.connection.serve(cpus)
             seat.connection = None
             with self._lock:
                 if len(self._waiting) >= self.KEPT:

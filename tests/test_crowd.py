@@ -21,10 +21,11 @@ class Work:
     def __init__(self) -> None:
         self.begun, self.over, self.thread = threading.Event(), threading.Event(), 0
 
-    def serve(self) -> None:
-        self.thread = threading.get_ident()
+    def serve(self, cpus: frozenset[int]) -> frozenset[int]:
+        self.thread, self.cpus = threading.get_ident(), cpus
         self.begun.set()
         assert self.over.wait(60)
+        return frozenset([7])
 
     def finish(self) -> int:
         assert self.begun.wait(60)
@@ -53,6 +54,8 @@ def test_each_connection_has_a_thread_and_the_next_one_takes_one_that_is_free():
         crew.serve(work)
     new = [work.finish() for work in (third, fourth, fifth)]
     assert threads < set(new) and len(set(new)) == 3, "two that waited, one that had to be started"
+    left = [work.cpus for work in (third, fourth, fifth) if work.thread in threads]
+    assert left == [{7}, {7}] and not first.cpus, "each knows where its last connection left it"
 
 
 def test_threads_that_wait_for_nothing_end(monkeypatch):
@@ -75,8 +78,9 @@ def test_a_connection_handed_to_a_thread_that_loses_its_patience_is_served(monke
         def __init__(self, number: int) -> None:
             self.number = number
 
-        def serve(self) -> None:
+        def serve(self, cpus: frozenset[int]) -> frozenset[int]:
             served.append(self.number)
+            return cpus
 
     before, crew = tasks(), Crew()
     for number in range(3000):
