@@ -42,7 +42,6 @@ import os
 import re
 import select
 import socket
-import socketserver
 import stat
 import sys
 import threading
@@ -1048,8 +1047,10 @@ class Wire:
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
-        if sock.family != getattr(socket, "AF_UNIX", None):
+        try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError:
+            pass  # a Unix socket
         self.sock = sock
         self.buffer = b""
         self.broken = False  # did it end in a reset? That is no end that a body may have
@@ -6036,8 +6037,8 @@ class Host:
 # ======================================================================================================================
 # 10  Proxy
 # ======================================================================================================================
-# The HTTP server: a thread per connection on socketserver (what http.server stands on), with a parser and a relay of its
-# own, since BaseHTTPRequestHandler is lax where a proxy must be strict, and slow. One request is one Exchange: parse,
+# The HTTP server: a thread per connection as in http.server, with a parser and a relay of its own, since
+# BaseHTTPRequestHandler is lax where a proxy must be strict, and slow. One request is one Exchange: parse,
 # authorise, read the body, route, acquire, forward. Errors become a response in one place, Exchange.refuse.
 
 HEAD_PATIENCE = 10.0  # seconds for a whole header block, however it trickles
@@ -7194,12 +7195,23 @@ if TYPE_CHECKING:
     Routes = dict[str, dict[str, tuple[Callable[["Exchange"], None], bool]]]
 
 
-class Proxy(socketserver.ThreadingTCPServer):
-    """The server, its hosts and its routes. `own` holds the paths that it answers by itself (section 11)."""
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there; on [::] to IPv4 too. OSError."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if ":" in host:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind((host, port))
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
-    daemon_threads = True
-    allow_reuse_address = True
-    request_queue_size = 1024
+
+class Proxy:
+    """The server, its hosts and its routes. `own` holds the paths that it answers by itself (section 11)."""
 
     def __init__(
         self, config: Config, folder: str, own: Routes, clock: Clock | None = None, listener: socket.socket | None = None
@@ -7215,51 +7227,61 @@ class Proxy(socketserver.ThreadingTCPServer):
         self._host_threads: dict[str, threading.Thread] = {}
         self._lock = threading.Lock()
         self._crew, self.one_cpu = Crew(), OneCpu(Box())
-        self._cpus: frozenset[int] = frozenset()  # of the accepting thread
         self._full_told = -60.0  # monotonic: when it was last said that no more connections can be taken
-        host, port = config.proxy.listen
-        if ":" in host:
-            self.address_family = socket.AF_INET6
-        super().__init__((host, port), None, bind_and_activate=listener is None)  # type: ignore[arg-type]
         self._given = listener is not None
-        if listener is not None:
-            self.socket.close()
-            self.socket, self.server_address = listener, listener.getsockname()[:2]
+        self.listener = listener or listen(*config.proxy.listen)
+        self._accepter = threading.Thread(target=self._accept, name="accept", daemon=True)
+        self._accepting = True
         self._set_hosts(config)
 
     # ----- connections
 
-    def server_bind(self) -> None:
-        if self.address_family == socket.AF_INET6:
-            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # [::] takes IPv4 too
-        super().server_bind()
+    def start(self) -> None:
+        """Accept connections from now on, in a thread."""
+        self._accepter.start()
 
-    def get_request(self) -> tuple[socket.socket, Any]:
-        try:
-            return super().get_request()
-        except OSError as error:
-            if error.errno in (errno.ENOBUFS, *OUR_OWN_LACK) and not self.draining:
-                if time.monotonic() >= self._full_told + 60.0:
-                    self._full_told = time.monotonic()
-                    log(f"no more connections can be taken: {error.strerror}", WARN)
-                self.make_room()
-                time.sleep(0.1)  # the listener stays readable: do not spin
-            raise
+    def _accept(self) -> None:
+        cpus: frozenset[int] = frozenset()  # of this thread
+        somebody = select.poll()  # before accept, which may have no descriptor for nobody at all
+        somebody.register(self.listener, select.POLLIN)
+        while somebody.poll() and self._accepting:
+            try:
+                sock, _ = self.listener.accept()
+            except OSError as error:
+                if error.errno in (errno.ENOBUFS, *OUR_OWN_LACK) and self._accepting:
+                    self._none_left(error)
+                continue
+            try:
+                cpus = self.one_cpu.join(cpus)
+                if len(self._connections) < self.config.proxy.max_connections or self.make_room():
+                    self._serve(Connection(self, sock))
+                else:
+                    self._turn_away(sock)
+            except Exception as error:  # this thread is needed by all the others
+                log(f"a connection ended badly: {error!r}", WARN)
+                sock.close()
 
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Is there room, or does somebody make it?"""
-        if len(self._connections) < self.config.proxy.max_connections or self.make_room():
-            return True
+    def _none_left(self, error: OSError) -> None:
+        """No descriptor, or no memory, for one more: it waits in the kernel for what another connection's end gives back."""
+        if time.monotonic() >= self._full_told + 60.0:
+            self._full_told = time.monotonic()
+            log(f"no more connections can be taken: {error.strerror}", WARN)
+        self.make_room()
+        time.sleep(0.1)  # who could not be accepted is there at once again: do not spin
+
+    @staticmethod
+    def _turn_away(sock: socket.socket) -> None:
+        body = json.dumps({"error": {"code": 503, "message": str(TooManyConnections()), "type": "unavailable_error"}})
         try:
-            request.setblocking(False)
-            body = json.dumps({"error": {"code": 503, "message": str(TooManyConnections()), "type": "unavailable_error"}})
-            request.send(
+            sock.setblocking(False)
+            sock.send(
                 ("HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
                  "Connection: close\r\n\r\n%s" % (len(body), body)).encode()
             )
         except OSError:
             pass
-        return False
+        _hang_up(sock)
+        sock.close()
 
     def make_room(self) -> bool:
         """Hang up on the connection whose client has been waited for longest: it is idle, or takes its time to send what it
@@ -7273,9 +7295,7 @@ class Proxy(socketserver.ThreadingTCPServer):
         _hang_up(goes.wire.sock)
         return True
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        connection = Connection(self, request)
-        self._cpus = self.one_cpu.join(self._cpus)
+    def _serve(self, connection: Connection) -> None:
         with self._lock:
             self._connections.add(connection)
         try:
@@ -7288,9 +7308,6 @@ class Proxy(socketserver.ThreadingTCPServer):
     def gone(self, connection: Connection) -> None:
         with self._lock:
             self._connections.discard(connection)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        log(f"a connection ended badly: {sys.exc_info()[1]!r}", WARN)
 
     # ----- hosts and routes
 
@@ -7374,29 +7391,27 @@ class Proxy(socketserver.ThreadingTCPServer):
 
     # ----- the end
 
-    def _stop_accepting(self) -> None:
-        """End the accepting thread. A listener that is systemd's goes on without us: it is not shut down but knocked at."""
+    def stop_accepting(self) -> None:
+        """Take no more connections; who is about to connect to a listener of systemd's waits there for the next proxy. That
+        one goes on listening, so the thread that waits for a connection gets a last one, from here."""
+        self._accepting = False
         if not self._given:
-            _hang_up(self.socket)
-            self.shutdown()
-            return
-        ending = threading.Thread(target=self.shutdown)
-        ending.start()
-        while ending.is_alive():
+            _hang_up(self.listener)
+        while self._accepter.is_alive():
             try:
-                with socket.socket(self.socket.family, socket.SOCK_STREAM) as knock:
+                with socket.socket(self.listener.family, socket.SOCK_STREAM) as knock:
                     knock.setblocking(False)
-                    knock.connect_ex(self.socket.getsockname())
+                    knock.connect_ex(self.listener.getsockname())
             except OSError:
                 pass
-            ending.join(0.05)
+            self._accepter.join(0.05)
+        self.listener.close()
 
     def drain(self) -> bool:
         """Stop accepting, let what runs end by itself; False when drain_timeout came first."""
         self.draining = True
         self.events.close()
-        self._stop_accepting()
-        self.server_close()
+        self.stop_accepting()
         deadline = time.monotonic() + self.config.proxy.drain_timeout
         while time.monotonic() < deadline:
             with self._lock:
@@ -9452,9 +9467,8 @@ def serve(options: Any) -> int:
             raise ConfigError(f"proxy.listen: {where} cannot be listened on: {error.strerror}") from None
         for warning in config.warnings:
             log("warning: " + warning, WARN)
-        poll = 3600.0 if sys.platform == "linux" else 0.5  # on Linux a listener that is shut down wakes its poll
-        threading.Thread(target=proxy.serve_forever, args=(poll,), daemon=True).start()
-        log(f"llmguard {__version__} listens on http://{Address(*proxy.socket.getsockname()[:2]).authority}")
+        proxy.start()
+        log(f"llmguard {__version__} listens on http://{Address(*proxy.listener.getsockname()[:2]).authority}")
         notify(f"READY=1\nSTATUS={len(proxy.hosts)} hosts")
         while _await_signal(signals, proxy) == signal.SIGHUP:
             _reload(proxy, options)

@@ -415,15 +415,14 @@ def inside(tmp_path):
     def start(config: dict) -> llmguard.Proxy:
         config["proxy"]["listen"] = "127.0.0.1:0"
         proxy = llmguard.Proxy(llmguard.parse_config(config), str(tmp_path), llmguard.OWN)
-        proxy.port = proxy.server_address[1]
-        threading.Thread(target=proxy.serve_forever, args=(0.05,), daemon=True).start()
+        proxy.port = proxy.listener.getsockname()[1]
+        proxy.start()
         made.append(proxy)
         return proxy
 
     yield start
     for proxy in made:
-        proxy.shutdown()
-        proxy.server_close()
+        proxy.stop_accepting()
         for host in proxy.hosts.values():
             host.close()
 

@@ -326,10 +326,10 @@ class Evening:
         config = llmguard.Config(ProxyConfig(listen=("127.0.0.1", 0)), {"a9": host_config()})
         self.state = tmp_path / "state"
         self.proxy = llmguard.Proxy(config, str(self.state), llmguard.OWN, self.clock)
-        self.port = self.proxy.server_address[1]
+        self.port = self.proxy.listener.getsockname()[1]
         self.host = self.clock.host = self.proxy.hosts["a9"]
         self.told = self.proxy.events.subscribe()
-        threading.Thread(target=self.proxy.serve_forever, args=(0.05,), daemon=True).start()
+        self.proxy.start()
         site.start_takes, site.load_takes, site.next_pid = 2.0, 12.0, 2530256
         site.touch(self.at("16:32:54"))
 
@@ -420,8 +420,7 @@ def test_the_evening_of_the_hand_back_is_replayed_to_the_second(tmp_path, monkey
         assert events == ["loading", "loaded", "release", "unloaded", "handover", "loading", "unloaded"]
         assert not (evening.state / "stop_error.json").exists()
     finally:
-        evening.proxy.shutdown()
-        evening.proxy.server_close()
+        evening.proxy.stop_accepting()
 
 
 # ----- release
