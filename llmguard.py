@@ -5616,7 +5616,8 @@ class Host:
 
     def _take_active(self, reply: dict[str, Any]) -> None:
         """Which engine of ours runs. One that nobody here started, and that appears while a job runs, came back by itself
-        (Restart=always, a timer): it is stopped again. One that was there before a line was lost is still the same."""
+        (Restart=always, a timer): it is stopped again. One that was there before a line was lost is still the same; the first
+        look of a new proxy tells by its age."""
         active = reply.get("active") if reply.get("active") in self.config.engines else None
         before = self._pids
         if active is None or not any(owner.get("kind") == "unknown" for owner in self.owners):
@@ -5625,7 +5626,7 @@ class Host:
             self._announced = ""
         if active is None or not self._job_runs():
             self._meets_job = ""
-        elif self._heard and not self._pids & before:
+        elif (not self._pids & before) if self._heard else self._younger_than_job(reply):
             self._meets_job = "came back while a bench job runs"
         self._take_restarts(reply)
         self._active, self._heard = active, True
@@ -5691,6 +5692,11 @@ class Host:
 
     def _job_runs(self) -> bool:
         return any(owner.get("kind") == "job" for owner in self.owners)
+
+    def _younger_than_job(self, reply: dict[str, Any]) -> bool:
+        """Was the engine started after the job that runs? Then something did that while no proxy lived to see it."""
+        job = next(owner for owner in self.owners if owner.get("kind") == "job")
+        return 0 < parse_timestamp(job.get("since")) < parse_timestamp((reply.get("engine") or {}).get("since"))
 
     def foreign(self, reply: dict[str, Any]) -> list[dict[str, Any]]:
         """The owners that a reply names, and one for each guard that was asked for and not applied: an older agent drops a

@@ -23,7 +23,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from parts import PATIENCE, ROOT, Serving, Stream, eventually, free_port, llama_command
+from parts import LLMGUARD, PATIENCE, ROOT, Serving, Stream, eventually, free_port, llama_command
 
 import llmguard
 
@@ -596,6 +596,24 @@ def test_an_agent_that_is_killed_at_any_step_of_a_release_is_followed_by_another
             assert log.count("the engine is not stopped: the agent gave no reply") == (step != "agent stop: has answered")
             assert scene.place.entry("stop_error") is None
             scene.is_given_way()
+
+
+def test_an_engine_that_something_starts_while_the_proxy_is_dead_and_a_job_runs_is_stopped_by_the_next_one(stage):
+    place = stage()
+    place.job_waits()
+    place.job_begins()
+    place.process.kill()
+    place.process.wait(PATIENCE)
+    os.utime(place.jobs / "running", (1, 1))  # the job began long ago
+    ask = {"op": "start", "host": "here", "engine": "a", "engines": place.config["hosts"]["here"]["engines"]}
+    argv = [sys.executable, "-I", LLMGUARD, "--state-dir", str(place.state), "agent"]
+    assert b'"active": "a"' in subprocess.run(argv, input=json.dumps(ask).encode(), capture_output=True, timeout=PATIENCE).stdout
+    eventually(lambda: place.engines() == ["a"], "it runs on the job's GPU")
+    place.start()
+    eventually(lambda: place.host()["state"] == "handover", "it is stopped")
+    assert not place.engines()
+    assert place.log().count("host here: engine a came back while a bench job runs: engine stopped") == 1
+    assert place.chat("a").status == 423
 
 
 # ----- a stop that is not proven
