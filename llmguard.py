@@ -5889,7 +5889,7 @@ class Host:
         reply: dict[str, Any] = {}
         timeout = self.config.engines[engine].start_timeout
         begun = self._clock.monotonic()
-        asked, pause = begun, 0.5
+        asked, pause, spared_until = begun, 0.5, 0.0
         while True:
             ready = self.api(engine).ready()
             now = self._clock.monotonic()
@@ -5898,15 +5898,27 @@ class Host:
                 reply = self._check_process(engine, ready)
             if ready:
                 return reply
-            if (now - begun > timeout or self._unload == engine) and not self._in_flight.get(engine):
-                self._note_stop(stop_problem(self._ask("stop", 300.0)))
-                closed = ", and nothing listens on its port" if (reply.get("engine") or {}).get("port") == "closed" else ""
-                why = "it was unloaded" if self._unload == engine else f"not ready within {age(timeout)}{closed}"
-                raise EngineFailed(f"engine {engine}: {why}")
+            late, unload = now - begun > timeout, self._unload == engine and now >= spared_until
+            if (late or unload) and not self._in_flight.get(engine):
+                if self._gives_up(engine, spare=not late):
+                    closed = ", and nothing listens on its port" if (reply.get("engine") or {}).get("port") == "closed" else ""
+                    why = "it was unloaded" if unload else f"not ready within {age(timeout)}{closed}"
+                    raise EngineFailed(f"engine {engine}: {why}")
+                spared_until = now + IN_USE_PAUSE
             with self._changed:
                 for ticket in self._waiting_for(engine):
                     ticket.committed = True
                 self._clock.wait(self._changed, 0.1)
+
+    def _gives_up(self, engine: str, spare: bool) -> bool:
+        """Stop what starts. With `spare` not while somebody uses it beside us, since it may have run all along: False then."""
+        if spare and self._in_use(engine):
+            return False
+        reply = self._ask("stop", 300.0, spare=spare)
+        if reply.get("in_use"):  # by somebody who came in since
+            return False
+        self._note_stop(stop_problem(reply))
+        return True
 
     def _check_process(self, engine: str, ready: bool) -> dict[str, Any]:
         """The one that answers must be the one that was started -> the agent's reply."""

@@ -1097,6 +1097,19 @@ def test_an_unload_of_what_is_just_loading_ends_its_start_without_a_back_off():
     assert bench.box.running is None and bench.host.failure("a") is None
 
 
+def test_an_unload_of_what_seems_to_load_and_has_run_all_along_spares_who_uses_it_beside_us():
+    bench = Bench()
+    bench.box.load_time = 500.0
+    bench.box.used_by_others = {"a"}
+    bench.box.script["status"] = [lambda: None, lambda: bench.host.unload("a", 0.0)]
+    stops: list[list] = []
+    bench.box.hooks = [lambda: stops.append(bench.box.ops("stop"))] * 3 + [bench.box.used_by_others.clear]
+    client = bench.client("a")
+    bench.settle()
+    assert client.refused() == "host a9: engine a: it was unloaded"
+    assert stops == [[], [], []] and bench.box.ops("stop") == [("stop", "")] and bench.box.running is None
+
+
 def test_an_unload_and_a_waiting_switch_take_one_step():
     bench = Bench()
     stream = bench.client("a")
