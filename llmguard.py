@@ -1043,7 +1043,7 @@ class Chunked:
 class Wire:
     """A connected, non-blocking socket with a read buffer. Every wait has a deadline (monotonic seconds)."""
 
-    __slots__ = ("sock", "buffer", "broken", "idle_since", "waits_since", "interim", "_poll", "_watching", "_pair")
+    __slots__ = ("sock", "buffer", "broken", "idle_since", "waits_since", "turn", "interim", "_poll", "_watching", "_pair")
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -1056,6 +1056,7 @@ class Wire:
         self.broken = False  # did it end in a reset? That is no end that a body may have
         self.idle_since = 0.0
         self.waits_since = 0.0  # since when a client is waited for, to ask or to send all of what it asks; 0.0: it is not
+        self.turn: Any = None  # a lock that is held until end_turn
         self.interim = 0  # bytes of interim answers since the last answer
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -1083,6 +1084,7 @@ class Wire:
 
     def wait(self, deadline: float, watched: Wire | None = None) -> None:
         """Until there is something to read. While waiting, what the watched client sends ahead goes to its buffer."""
+        (watched or self).end_turn()
         if watched is None:
             if not self._poll.poll(_poll_time(deadline)):
                 raise DeadlinePassed("no answer in time")
@@ -1101,6 +1103,12 @@ class Wire:
                     raise ClientGone()
             if len(ready) > 1 or ready[0][0] == mine:
                 return
+
+    def end_turn(self) -> None:
+        """Nothing is to be done for this client just now: others may come."""
+        if self.turn:
+            self.turn.release()
+            self.turn = None
 
     def look(self, poller: Any = None) -> bool:
         """Is the peer still there? What it sent ahead is kept; past a bound it is left in the kernel, unwatched."""
@@ -1169,6 +1177,7 @@ class Wire:
         self._watching = self._pair = None
 
     def close(self) -> None:
+        self.end_turn()
         try:
             self.sock.close()
         except OSError:
@@ -6066,6 +6075,7 @@ BODY_PATIENCE, BODY_RATE = 30.0, 16 * 1024  # a body may take that many seconds,
 IN_MEMORY = 8 << 20  # bytes of a request body kept in memory; larger ones go to a temp file
 MAX_DEPTH = 200  # of nested JSON in a request
 OWN_STALL = 10.0  # seconds that a client may take nothing of an answer which is our own
+TURN = 0.005  # seconds after which the next new connection is served, though the last one still works on its first request
 LINGER = 2.0  # seconds to read on after a refusal, so that a reset does not destroy the answer on its way
 SEND_PIECE = 1 << 20
 _LAST_CHUNK = b"0\r\n\r\n"
@@ -7027,10 +7037,10 @@ class Connection:
 
     __slots__ = ("proxy", "wire", "idle_since", "used", "_cpus")
 
-    def __init__(self, proxy: Proxy, sock: socket.socket) -> None:
+    def __init__(self, proxy: Proxy, sock: socket.socket, turn: Any = None) -> None:
         self.proxy = proxy
         self.wire = Wire(sock)
-        self.wire.waits_since = time.monotonic()
+        self.wire.waits_since, self.wire.turn = time.monotonic(), turn
         self.idle_since: float | None = None  # None: at work
         self.used = False  # has it carried a request?
         self._cpus: frozenset[int] = frozenset()  # of the thread that serves it
@@ -7084,7 +7094,11 @@ class Connection:
         try:
             if not wire.buffer:
                 self.idle_since = wire.waits_since = time.monotonic()
-                if (self.proxy.draining and self.used) or not wire.fill(self.idle_since + IDLE_PATIENCE):
+                if self.proxy.draining and self.used:
+                    return ""
+                if not self.used:
+                    wire.look()  # a request mostly comes with its connection
+                if not wire.buffer and not wire.fill(self.idle_since + IDLE_PATIENCE):
                     return ""
                 self.idle_since = None
             wire.waits_since = time.monotonic()
@@ -7262,6 +7276,7 @@ class Proxy:
         cpus: frozenset[int] = frozenset()  # of this thread
         somebody = select.poll()  # before accept, which may have no descriptor for nobody at all
         somebody.register(self.listener, select.POLLIN)
+        turn = threading.Lock()  # of the connection before
         while somebody.poll() and self._accepting:
             try:
                 sock, _ = self.listener.accept()
@@ -7272,7 +7287,10 @@ class Proxy:
             try:
                 cpus = self.one_cpu.join(cpus)
                 if len(self._connections) < self.config.proxy.max_connections or self.make_room():
-                    self._serve(Connection(self, sock))
+                    turn.acquire(timeout=TURN)  # when all that come at once begin at once, the first answer comes late
+                    turn = threading.Lock()
+                    turn.acquire()
+                    self._serve(Connection(self, sock, turn))
                 else:
                     self._turn_away(sock)
             except Exception as error:  # this thread is needed by all the others

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from pathlib import Path
 
 import pytest
-from parts import eventually, free_port, llama_command
+from parts import PATIENCE, Upstream, ask, eventually, free_port, llama_command, url_config
 
 import llmguard
 from llmguard import Box, Crew, OneCpu
@@ -88,6 +89,45 @@ def test_a_connection_handed_to_a_thread_that_loses_its_patience_is_served(monke
     eventually(lambda: len(served) == 3000, "all are served")
     assert sorted(served) == list(range(3000))
     eventually(lambda: tasks() <= before and not crew._waiting, "and nobody is left")
+
+
+# ----- one after the other
+
+
+@pytest.fixture
+def silent():
+    """An engine that reads a request and never answers."""
+    engine = Upstream(lambda request, sock: not sock.recv(1))
+    yield engine
+    engine.close()
+
+
+def test_the_next_connection_is_served_once_the_one_before_waits_for_its_client_or_for_its_engine(inside, monkeypatch, silent):
+    monkeypatch.setattr(llmguard, "TURN", 10 * PATIENCE)
+    address = ("127.0.0.1", inside(url_config(silent.port)).port)
+    url = "http://%s:%d" % address
+    with socket.create_connection(address), socket.create_connection(address) as busy:
+        busy.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 17\r\n\r\n{"model":"small"}')
+        eventually(lambda: silent.requests, "the engine is asked")
+        assert ask(url + "/health").status == 200
+    assert ask(url + "/health").status == 200, "as it is once the one before has ended"
+
+
+def test_a_connection_that_neither_waits_nor_ends_holds_nobody_up_for_long(inside, monkeypatch, silent):
+    stuck, real = [threading.Event()], llmguard.Connection.serve
+
+    def serve(connection: llmguard.Connection, cpus: frozenset[int]) -> frozenset[int]:
+        if stuck:
+            assert stuck.pop().wait(PATIENCE)
+        return real(connection, cpus)
+
+    event = stuck[0]
+    monkeypatch.setattr(llmguard.Connection, "serve", serve)
+    port = inside(url_config(silent.port)).port
+    with socket.create_connection(("127.0.0.1", port)):
+        eventually(lambda: not stuck, "its thread is at work")
+        assert ask(f"http://127.0.0.1:{port}/health").status == 200
+        event.set()
 
 
 # ----- one CPU
