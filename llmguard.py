@@ -2022,7 +2022,7 @@ class Memory:
 class Box:
     """The machine that this process runs on, read through /proc and /sys below `root`."""
 
-    TCP_ESTABLISHED, TCP_LISTEN = "01", "0A"
+    TCP_ESTABLISHED, TCP_LISTEN = 1, 10  # include/net/tcp_states.h
 
     def __init__(self, root: str = "/") -> None:
         self.root = root
@@ -2128,13 +2128,17 @@ class Box:
         """How many connections to a TCP port of this box stand."""
         return len(self._sockets(port, self.TCP_ESTABLISHED))
 
-    def _sockets(self, port: int, state: str) -> list[int]:
-        """The inodes of the TCP sockets of a local port that are in a state, IPv4 and IPv6: proc(5), /proc/net/tcp."""
+    def _sockets(self, port: int, state: int) -> list[int]:
+        """The inodes of the TCP sockets of a local port that are in a state, IPv4 and IPv6: proc(5), /proc/net/tcp, where the
+        kernel can't be asked for just them."""
+        told = tcp_sockets(port, state) if self.root == "/" else None
+        if told is not None:
+            return told
         inodes, mark = [], f":{port:04X} "
         for table in ("proc/net/tcp", "proc/net/tcp6"):
             for line in (self.read(table) or "").splitlines():
                 words = line.split() if mark in line else []
-                if words and words[1].endswith(mark[:-1]) and words[3] == state:
+                if words and words[1].endswith(mark[:-1]) and int(words[3], 16) == state:
                     inodes.append(int(words[9]))
         return inodes
 
@@ -2163,19 +2167,33 @@ class Box:
         return found
 
 
-class StillBox(Box):
-    """A box whose sockets are those of the first look, for several ports in one go: the kernel takes long to list them."""
+def tcp_sockets(port: int, state: int) -> list[int] | None:
+    """The inodes of this machine's TCP sockets of a local port that are in a state, as the kernel picks them (sock_diag(7),
+    linux/inet_diag.h); None where it does not. To have all listed in /proc/net/tcp takes it milliseconds, and tens of them
+    where many connections ended a moment ago."""
+    import struct
 
-    def __init__(self, box: Box) -> None:
-        super().__init__(box.root)
-        self._tables: dict[str, str | None] = {}
-
-    def read(self, path: str) -> str | None:
-        if not path.startswith("proc/net/"):
-            return super().read(path)
-        if path not in self._tables:
-            self._tables[path] = super().read(path)
-        return self._tables[path]
+    inodes: list[int] = []
+    try:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, 4) as kernel:  # NETLINK_SOCK_DIAG
+            kernel.settimeout(1.0)
+            for family in (socket.AF_INET, socket.AF_INET6):
+                # nlmsghdr: 72 bytes, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST | NLM_F_DUMP; then inet_diag_req_v2
+                kernel.send(struct.pack("=IHHII", 72, 20, 0x301, 0, 0)
+                            + struct.pack("=BBxxI", family, socket.IPPROTO_TCP, 1 << state) + struct.pack("!H46x", port))
+                kind = 0
+                while kind != 3:  # NLMSG_DONE
+                    data, at = kernel.recv(1 << 16), 0
+                    while at < len(data):
+                        length, kind = struct.unpack_from("=IH", data, at)
+                        if kind == 20:
+                            inodes.append(struct.unpack_from("=I", data, at + 16 + 68)[0])  # inet_diag_msg: idiag_inode
+                        elif kind == 2:  # NLMSG_ERROR: it has no such module
+                            return None
+                        at += (length + 3) & ~3
+    except (OSError, AttributeError, struct.error):
+        return None
+    return inodes
 
 
 def _link(path: str) -> str:
@@ -9207,9 +9225,8 @@ class Watch:
             for part in (self.servers, self.heals, self.lost, self.known):
                 part.clear()  # pids mean nothing any more, and nothing drains
             self.known.update(boot=self.box.boot(), servers=self.servers, heals=self.heals, lost=self.lost)
-        box = StillBox(self.box)
-        seen = [self._find(entry, box) for entry in entries]
-        self._reloaded(bool(seen), box)
+        seen = [self._find(entry) for entry in entries]
+        self._reloaded(bool(seen))
         for one in seen:
             self._look(one)
         for model in [model for model in self.servers if model not in {entry.model for entry in entries}]:
@@ -9228,9 +9245,9 @@ class Watch:
 
     # ----- whose processes they are
 
-    def _find(self, entry: Loaded, box: Box) -> Seen:
+    def _find(self, entry: Loaded) -> Seen:
         guess = self._pid(_dict_of(self.servers, entry.model).get("id"))
-        return Seen(entry, *server_processes(entry, box, self.tool, guess))
+        return Seen(entry, *server_processes(entry, self.box, self.tool, guess))
 
     @staticmethod
     def _pid(name: Any) -> int:
@@ -9325,11 +9342,11 @@ class Watch:
 
     # ----- reloads
 
-    def _front(self, box: Box) -> Process | None:
+    def _front(self) -> Process | None:
         """The process that answers at the url, when it is one of this box that we may look at."""
         if not is_loopback(self.server.address.host):
             return None
-        at_port = box.listening(self.server.address.port, self._pid(self.known.get("front")))
+        at_port = self.box.listening(self.server.address.port, self._pid(self.known.get("front")))
         return at_port[0] if at_port else None
 
     def _config_hash(self, front: Process | None) -> str | None:
@@ -9344,11 +9361,11 @@ class Watch:
         content = self.box.read(path.lstrip("/")) if path else None
         return digest(content.encode()) if content is not None else None
 
-    def _reloaded(self, running: bool, box: Box) -> None:
+    def _reloaded(self, running: bool) -> None:
         """Was llama-swap's configuration reloaded since the last pass? Then its servers are all gone, none is there yet, and the
         file has changed, or the front is a new process. Where the file can't be seen: two or more are gone at once that never
         go by themselves. A proxy of llmguard's stops its engines for reasons of its own."""
-        front = self._front(box)
+        front = self._front()
         now, front_id = self.clock.now(), f"{front.pid}:{front.start}" if front else None
         new_front = front_id is not None and self.known.get("front") not in (None, front_id)
         if new_front and self.server.asked_again() != self.known.get("kind"):

@@ -807,6 +807,25 @@ def test_a_connection_works_while_it_is_not_answered_or_was_a_moment_ago(line, m
     eventually(lambda: at_work(port) == 0)
 
 
+@pytest.mark.parametrize("lists", [False, True], ids=["as the kernel picks them", "from its lists"])
+def test_the_sockets_of_a_port_are_told_apart_by_their_state(line, monkeypatch, lists):
+    if lists:
+        monkeypatch.setattr(llmguard, "tcp_sockets", lambda port, state: None)
+    port, server, _ = line
+    (inode,) = Box().listeners(port)
+    assert [process.pid for process in Box().listening(port)] == [os.getpid()]
+    with socket.create_server(("::1", port), family=socket.AF_INET6) as six:
+        assert sorted(Box().listeners(port)) == sorted([inode, os.fstat(six.fileno()).st_ino])
+    assert Box().listeners(port) == [inode] and inode != os.fstat(server.fileno()).st_ino
+    assert Box()._sockets(port, Box.TCP_ESTABLISHED) == [os.fstat(server.fileno()).st_ino]
+    assert Box().listeners(free_port()) == []
+
+
+def test_where_the_kernel_can_not_be_asked_for_sockets_its_lists_are_read(line, monkeypatch):
+    monkeypatch.delattr(socket, "AF_NETLINK")
+    assert llmguard.tcp_sockets(line[0], Box.TCP_LISTEN) is None and len(Box().listeners(line[0])) == 1
+
+
 def test_connections_that_nobody_can_look_into_are_not_called_idle(line):
     for answer in ((None, "", "ss: not found"), (1, "", "Cannot open netlink socket: Permission denied"), (-9, "", "too slow")):
         assert llmguard.connections_at_work(Box(), lambda argv, seconds, answer=answer: answer, line[0]) is None

@@ -331,13 +331,14 @@ class Failed(Exception):
 
 
 def cron(python, contender, quick):
-    """What a box pays every minute: the CPU of an agent call as the proxy makes it, of a watch that looks once, and of each
-    pass of one that looks six times, as examples/crontab has it; in times of an interpreter that does nothing, one round
-    each. And that of an agent that follows, in percent of a core."""
+    """What a box pays every minute: the CPU of an agent call as the proxy makes it for four engines, of a watch that looks
+    once, and of each pass of one that looks six times, as examples/crontab has it; in times of an interpreter that does
+    nothing, one round each. And that of an agent that follows those engines, in percent of a core."""
     sys.path[:0] = [str(LLMGUARD.parent)]
     from llmguard import start_words
     llmguard = [python, "-S", "-E", "-c", start_words(str(LLMGUARD))]
-    ask = b'{"op":"status","engines":{}}\n'
+    engines = {"e%d" % n: {"command": ["llama-server", "-m", "%d.gguf" % n], "port": 1 + n} for n in range(4)}
+    ask = json.dumps({"op": "status", "engines": engines}).encode() + b"\n"
     watch = [python, "-m", "llmguard", "watch", "--url", "http://127.0.0.1:%d" % contender.port]
     commands = {"agent": (llmguard + ["agent"], ask), "once": (watch, b""),
                 "watch": (watch + ["--for", "500ms", "--every", "100ms"], b"")}
