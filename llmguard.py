@@ -5024,7 +5024,7 @@ class Host:
         self._last_ended = 0.0  # monotonic
         self._in_use_until = 0.0
         self._active: str | None = None  # the engine that the agent saw running, ready or not
-        self._heard = False  # has the agent been heard since this proxy began?
+        self._heard = False  # is `_pids` what an agent told this proxy?
         self._others: list[str] = []  # engines of ours that run beside `_active`
         self._waits: list[dict[str, Any]] = []  # jobs that wait for the GPU, as the agent told
         self._pids: set[tuple[str, int]] = set()  # of it: one that died and came back between two looks has others
@@ -5646,17 +5646,18 @@ class Host:
         (Restart=always, a timer): it is stopped again. One that was there before a line was lost is still the same; the first
         look of a new proxy tells by its age."""
         active = reply.get("active") if reply.get("active") in self.config.engines else None
-        before = self._pids
+        before, heard = self._pids, self._heard
         if active is None or not any(owner.get("kind") == "unknown" for owner in self.owners):
             self._take_pids(reply)  # else whether a job runs cannot be told: the next look decides
+            self._heard = True
         if active is None:
             self._announced = ""
         if active is None or not self._job_runs():
             self._meets_job = ""
-        elif (not self._pids & before) if self._heard else self._younger_than_job(reply):
+        elif (not self._pids & before) if heard else self._younger_than_job(reply):
             self._meets_job = "came back while a bench job runs"
         self._take_restarts(reply)
-        self._active, self._heard = active, True
+        self._active = active
         self._others = [name for name in reply.get("others") or () if name in self.config.engines]
         text = self._release_text() if active and self._releasing() else ""
         if text and text != self._announced:

@@ -61,6 +61,7 @@ class FakeBox:
         self.script: dict[str, list] = {}  # op -> what its next calls do instead: an exception, a reply, or a function
         self.used_by_others: set[str] = set()
         self.mute = False
+        self.since: str | None = None  # as the agent tells it of the engine
         self.hooks: list = []  # run at the next call or question
 
     def call(self, ask: dict, seconds: float) -> dict:
@@ -83,7 +84,7 @@ class FakeBox:
             self.clock.loading = self.load_time > 0
         if op == "stop":
             self.running, self.clock.loading = None, False
-        view = {"pids": [4242], "port": self.port, "stranger": "nginx"}
+        view = {"pids": [4242], "port": self.port, "stranger": "nginx", "since": self.since}
         return {**reply, "active": self.running, "state": "running" if self.running else "off", "log": self.log,
                 **({"engine": view} if self.running else {})}
 
@@ -1050,6 +1051,18 @@ def test_an_engine_that_is_mute_in_a_long_prefill_is_not_sick():
     bench.pass_time(300)
     bench.client("a").granted()
     assert bench.box.ops() == [("start", "a")]
+
+
+@pytest.mark.parametrize(("since", "stopped"), [("2026-10-25T12:00:00Z", False), ("2026-10-25T18:00:00Z", True), (None, False)])
+def test_an_engine_that_a_new_proxy_meets_beside_a_job_goes_when_it_is_the_younger_one(since, stopped):
+    """The first look cannot tell who holds the GPU: that decides nothing."""
+    bench = Bench()
+    bench.box.running, bench.box.since = "a", since
+    bench.box.owners = [{"kind": "unknown", "text": "nvidia-smi hangs"}]
+    bench.settle()
+    bench.box.owners = [{"kind": "job", "text": "bench job 00-test.job is in running", "since": "2026-10-25T16:57:34Z"}]
+    bench.pass_time(60)
+    assert bool(bench.box.ops("stop")) is stopped
 
 
 # ----- unload
