@@ -5917,7 +5917,7 @@ class Host:
         reply: dict[str, Any] = {}
         timeout = self.config.engines[engine].start_timeout
         begun = self._clock.monotonic()
-        asked, pause, spared_until = begun, 0.5, 0.0
+        asked, pause = begun, 0.5
         while True:
             ready = self.api(engine).ready()
             now = self._clock.monotonic()
@@ -5926,13 +5926,13 @@ class Host:
                 reply = self._check_process(engine, ready)
             if ready:
                 return reply
-            late, unload = now - begun > timeout, self._unload == engine and now >= spared_until
-            if (late or unload) and not self._in_flight.get(engine):
+            late, unload = now - begun > timeout, self._unload == engine
+            if (late or unload and now >= self._in_use_until) and not self._in_flight.get(engine):
                 if self._gives_up(engine, spare=not late):
                     closed = ", and nothing listens on its port" if (reply.get("engine") or {}).get("port") == "closed" else ""
                     why = "it was unloaded" if unload else f"not ready within {age(timeout)}{closed}"
                     raise EngineFailed(f"engine {engine}: {why}")
-                spared_until = now + IN_USE_PAUSE
+                self._used_beside_us(engine)
             with self._changed:
                 for ticket in self._waiting_for(engine):
                     ticket.committed = True
