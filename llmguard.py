@@ -1140,6 +1140,7 @@ class Wire:
             self._write_rest(memoryview(data)[sent:], stall, heed)
 
     def _write_rest(self, data: memoryview, stall: float, heed: bool) -> None:
+        self.end_turn()
         room = select.poll()
         room.register(self.sock, select.POLLOUT | (select.POLLIN if heed else 0))
         try:
@@ -1397,6 +1398,7 @@ def _connect(sock: socket.socket, where: Any, deadline: float, watched: Wire | N
     poller = select.poll()
     poller.register(sock, select.POLLOUT)
     if watched is not None:
+        watched.end_turn()
         poller.register(watched.sock, select.POLLIN)
     while True:
         ready = poller.poll(_poll_time(deadline))
@@ -5097,6 +5099,7 @@ class Host:
                 self._look_due = 0.0
             self._changed.notify_all()
         try:
+            waiting(False)
             while not self._settled(ticket):
                 waiting(ticket.committed)
         except BaseException:
@@ -6633,6 +6636,7 @@ class Exchange:
 
     def waiting(self, committed: bool) -> None:
         """Called while this request queues for its engine."""
+        self.client.end_turn()
         if len(self.client.buffer) <= PIECE and not self.client.look():
             raise ClientGone()
         if committed and self.asked.stream and time.monotonic() - self.last_write >= self.proxy.config.proxy.stream_keepalive:

@@ -102,14 +102,20 @@ def silent():
     engine.close()
 
 
-def test_the_next_connection_is_served_once_the_one_before_waits_for_its_client_or_for_its_engine(inside, monkeypatch, silent):
+def test_the_next_connection_is_served_once_the_one_before_waits_for_whatever(inside, monkeypatch, silent):
     monkeypatch.setattr(llmguard, "TURN", 10 * PATIENCE)
     address = ("127.0.0.1", inside(url_config(silent.port)).port)
     url = "http://%s:%d" % address
+    request = b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 17\r\n\r\n{"model":"small"}'
     with socket.create_connection(address), socket.create_connection(address) as busy:
-        busy.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 17\r\n\r\n{"model":"small"}')
-        eventually(lambda: silent.requests, "the engine is asked")
+        assert ask(url + "/health").status == 200, "they wait for their clients"
+        busy.sendall(request)
+        eventually(lambda: silent.requests, "for the engine")
         assert ask(url + "/health").status == 200
+        monkeypatch.setattr(llmguard.Host, "_admits", lambda host, engine: False)
+        with socket.create_connection(address) as queues:
+            queues.sendall(request)
+            eventually(lambda: ask(url + "/status").json()["hosts"]["here"]["queued"] == 1, "in the queue")
     assert ask(url + "/health").status == 200, "as it is once the one before has ended"
 
 
