@@ -7462,7 +7462,7 @@ class Proxy:
                     knock.setblocking(False)
                     knock.connect_ex(self.listener.getsockname())
             except OSError:
-                pass
+                self.make_room()  # it takes a descriptor
             self._accepter.join(0.05)
         self.listener.close()
 
@@ -9526,7 +9526,7 @@ def serve(options: Any) -> int:
         for warning in config.warnings:
             log("warning: " + warning, WARN)
         proxy.start()
-        log(f"llmguard {__version__} listens on http://{Address(*proxy.listener.getsockname()[:2]).authority}")
+        log(f"llmguard {__version__} listens on {listens_on(proxy.listener)}")
         notify(f"READY=1\nSTATUS={len(proxy.hosts)} hosts")
         while _await_signal(signals, proxy) == signal.SIGHUP:
             _reload(proxy, options)

@@ -364,6 +364,29 @@ def test_a_reader_that_has_left_ends_the_command_without_a_word():
     assert (said.returncode, said.stderr) == (128 + signal.SIGPIPE, "")
 
 
+def test_a_closed_stdout_is_no_error():
+    said = subprocess.run(["sh", "-c", 'exec "$0" "$1" --version >&-', sys.executable, LLMGUARD], stderr=subprocess.PIPE, timeout=PATIENCE)
+    assert (said.returncode, said.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(("error", "code"), [("llmguard.HostDown('x')", 3), ("KeyboardInterrupt", 130)])
+def test_what_was_said_before_it_failed_is_not_lost(error, code):
+    """As each command leaves: with os._exit, which writes nothing out."""
+    program = f"""
+import os, sys
+sys.path[:1] = [{os.path.dirname(LLMGUARD)!r}]
+import llmguard
+def half(options):
+    print("half of it")
+    raise {error}
+llmguard.status_command = half
+os._exit(llmguard.main(["status"]))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    said = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=PATIENCE, env=environment)
+    assert (said.returncode, said.stdout) == (code, b"half of it\n")
+
+
 def test_check_says_what_each_host_is_and_exits_0(serve, config):
     serving = serve(config)
     text_of(serving.ask("POST", "/v1/chat/completions", chat("small")))
