@@ -1050,7 +1050,7 @@ class Wire:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError:
-            pass  # a Unix socket
+            pass  # a Unix socket; elsewhere than on Linux also one whose peer has left
         self.sock = sock
         self.buffer = b""
         self.broken = False  # did it end in a reset? That is no end that a body may have
@@ -7250,6 +7250,11 @@ if TYPE_CHECKING:
     Routes = dict[str, dict[str, tuple[Callable[["Exchange"], None], bool]]]
 
 
+def listens_on(listener: socket.socket) -> str:
+    name = listener.getsockname()
+    return f"http://{Address(*name[:2]).authority}" if isinstance(name, tuple) else f"the socket {name!r}"
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens there; on [::] to IPv4 too. OSError."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -7297,7 +7302,7 @@ class Proxy:
 
     def _accept(self) -> None:
         cpus: frozenset[int] = frozenset()  # of this thread
-        somebody = select.poll()  # before accept, which may have no descriptor for nobody at all
+        somebody = select.poll()  # accept takes a descriptor before it waits, and fails without one though nobody is there
         somebody.register(self.listener, select.POLLIN)
         turn = threading.Lock()  # of the connection before
         while somebody.poll() and self._accepting:
@@ -7451,8 +7456,8 @@ class Proxy:
     # ----- the end
 
     def stop_accepting(self) -> None:
-        """Take no more connections; who is about to connect to a listener of systemd's waits there for the next proxy. That
-        one goes on listening, so the thread that waits for a connection gets a last one, from here."""
+        """Take no more connections; who is about to connect to a listener of systemd's waits there for the next proxy. To shut
+        down a listener is to wake who waits for it, on Linux. The others get a last connection, from here."""
         self._accepting = False
         if not self._given:
             _hang_up(self.listener)
@@ -8502,7 +8507,7 @@ class Tell:
             print(json.dumps({"status": WORDS[report.level], "text": report.text, **report.data}, indent=1))
         elif not (self.options.quiet and report.level == OK):
             print("\n".join([report.first_line, *map(printable, report.lines)]))
-        sys.stdout.flush()
+        print(end="", flush=True)
 
     def _textfile(self, path: str, report: Report) -> None:
         """For the node_exporter's textfile collector: renamed into place, since it may read at any time."""
@@ -10295,19 +10300,20 @@ def main(argv: list[str] | None = None) -> int:
     log.verbose, log.json = options.verbose, options.log_format == "json"
     code = 0
     try:
-        if options.version:
-            print(f"llmguard {__version__} {own_hash()[:12]}")
-        elif not options.command:
-            parser.print_help()
-            code = 64
-        else:
-            code = options.run(options)
-        sys.stdout.flush()
-    except GuardError as error:
-        sys.stderr.write(f"llmguard.py: {error}\n")
-        code = UNKNOWN if options.command in GUARDS else error.exit_code
-    except KeyboardInterrupt:
-        code = 128 + 2
+        try:
+            if options.version:
+                print(f"llmguard {__version__} {own_hash()[:12]}")
+            elif not options.command:
+                parser.print_help()
+                code = 64
+            else:
+                code = options.run(options)
+        except GuardError as error:
+            sys.stderr.write(f"llmguard.py: {error}\n")
+            code = UNKNOWN if options.command in GUARDS else error.exit_code
+        except KeyboardInterrupt:
+            code = 128 + 2
+        print(end="", flush=True)
     except BrokenPipeError:
         code = 128 + 13  # who read it has left, as `| head` does: what SIGPIPE would have said
     return code
