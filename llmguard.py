@@ -9509,6 +9509,7 @@ def serve(options: Any) -> int:
         importlib.import_module(name)  # now: when no descriptor is left they could not be
     config = the_config(options)
     want_descriptors(config.proxy.max_connections)
+    share_heap()
     if options.listen:
         config = replace(config, proxy=replace(config.proxy, listen=_listen_option(options.listen)))
     folder = state_folder(options.state_dir)
@@ -9542,6 +9543,17 @@ def serve(options: Any) -> int:
         if not proxy.drain():
             log(f"not everything ended within {age(proxy.config.proxy.drain_timeout)}: cut", WARN)
     return 0
+
+
+def share_heap() -> None:
+    """One heap for all threads, which take turns anyway (mallopt(3), M_ARENA_MAX). Of glibc's own, eight for each CPU, each keeps
+    what the largest body on one of its threads took."""
+    import ctypes
+
+    try:
+        ctypes.CDLL(None).mallopt(-8, 1)
+    except (OSError, AttributeError):
+        pass  # another C library, which does without
 
 
 def want_descriptors(connections: int) -> None:
