@@ -4433,9 +4433,11 @@ def start_words(path: str) -> str:
     that is run by its name each time, which takes more than all the rest. It has no character that any login shell minds
     between double quotes, and the folder takes the place of the current one in sys.path: no json.py that lies about there
     is ours. An agent's call is short: to collect the garbage that a start makes takes 2 ms, to take the interpreter apart at
-    the end 6 ms, a fifth of it all. So the one is off (`main` turns it on again), and the other left out."""
+    the end 6 ms, a fifth of it all. So the one is off (`main` turns it on again), and the other left out; a copy of another
+    version may have printed what is not written yet."""
     folder, name = os.path.split(path)
-    return f"import gc, os, sys; gc.disable(); sys.path[:1] = [{folder!r}]; import {name[:-3]} as copy; os._exit(copy.main())"
+    begin = f"import gc, os, sys; gc.disable(); sys.path[:1] = [{folder!r}]; import {name[:-3]} as copy"
+    return begin + "; code = copy.main(); print(end='', flush=True); os._exit(code)"
 
 
 def importable(path: str) -> bool:

@@ -387,6 +387,14 @@ os._exit(llmguard.main(["status"]))
     assert (said.returncode, said.stdout) == (code, b"half of it\n")
 
 
+def test_what_a_copy_of_another_version_printed_is_not_lost(tmp_path):
+    copy = tmp_path / "llmguard.py"
+    copy.write_text("def main():\n    print('llmguard-agent 1')\n    return 7\n")
+    words = [sys.executable, "-S", "-E", "-c", llmguard.start_words(str(copy))]
+    said = subprocess.run(words, stdout=subprocess.PIPE, timeout=PATIENCE)
+    assert (said.returncode, said.stdout) == (7, b"llmguard-agent 1\n")
+
+
 def test_check_says_what_each_host_is_and_exits_0(serve, config):
     serving = serve(config)
     text_of(serving.ask("POST", "/v1/chat/completions", chat("small")))
