@@ -9550,12 +9550,12 @@ def serve(options: Any) -> int:
 def share_heap() -> None:
     """One heap for all threads, which take turns anyway (mallopt(3), M_ARENA_MAX). Of glibc's own, eight for each CPU, each keeps
     what the largest body on one of its threads took."""
-    import ctypes
-
     try:
+        import ctypes
+
         ctypes.CDLL(None).mallopt(-8, 1)
-    except (OSError, AttributeError):
-        pass  # another C library, which does without
+    except (ImportError, OSError, AttributeError):
+        pass  # a Python without ctypes, or another C library
 
 
 def want_descriptors(connections: int) -> None:
