@@ -14,7 +14,7 @@ demo:
 	$(PYTHON) examples/demo.py
 
 test: $(VENV)/ready
-	$(VENV)/bin/python -m pytest -q -n 3 --dist worksteal $(ARGS) tests --ignore tests/lab
+	$(VENV)/bin/python -m pytest -q -n 3 $(ARGS) tests --ignore tests/lab
 	$(VENV)/bin/python -m pytest -q $(ARGS) tests/lab
 
 lab: $(VENV)/ready
