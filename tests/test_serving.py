@@ -478,12 +478,10 @@ def status_of(serving: Serving, model: str) -> str:
 
 
 def test_running_tells_as_llama_swap_does_what_is_loaded(shared):
-    def ready() -> list[dict]:
-        text_of(shared.ask("POST", "/v1/chat/completions", chat("small")))
-        return [entry for entry in shared.ask("GET", "/running").json()["running"] if entry["state"] == "ready"]
-
-    (running,) = eventually(ready, "it is loaded, also where a test before this one had it unloaded")
-    assert (running["model"], running["proxy"]) == ("small", direct(shared, "small"))
+    text_of(shared.ask("POST", "/v1/chat/completions", chat("small")))
+    eventually(lambda: shared.host()["state"] == "ready", "its models are known, which its first answer does not wait for")
+    (running,) = shared.ask("GET", "/running").json()["running"]
+    assert (running["model"], running["state"], running["proxy"]) == ("small", "ready", direct(shared, "small"))
     assert "--port" in running["cmd"]
     assert ask(running["proxy"] + "/health").json() == {"status": "ok"}
     assert shared.ask("POST", "/api/models/unload").json() == {"msg": "ok"}
