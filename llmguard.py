@@ -370,15 +370,10 @@ class Pattern:
 
 
 def digest(data: bytes) -> str:
-    """Its sha256 in hex. The lean module comes first, as in the standard library's random: hashlib loads OpenSSL, 6 ms."""
-    try:
-        from _sha2 import sha256 as lean  # type: ignore[import-not-found,unused-ignore]  # Python 3.12
-    except ImportError:
-        try:
-            from _sha256 import sha256 as lean  # type: ignore[import-not-found,no-redef,unused-ignore]
-        except ImportError:
-            from hashlib import sha256 as lean
-    return str(lean(data).hexdigest())
+    """Its sha256 in hex."""
+    import hashlib  # which loads OpenSSL: not for who hashes nothing
+
+    return hashlib.sha256(data).hexdigest()
 
 
 # ----- durations and sizes
@@ -9920,10 +9915,12 @@ class GuardState:
     for one server never overlap."""
 
     def __init__(self, folder: str, what: str, address: Address) -> None:
+        import zlib
+
         self.url = f"http://{address.authority}{address.base}"
         self._file = StateFile(folder, what + ".json")
         self._file_lock = os.path.join(folder, what + ".json.lock")
-        self.lock = Lock(os.path.join(folder, f"{what}-{digest(self.url.encode())[:8]}.lock"), what)
+        self.lock = Lock(os.path.join(folder, f"{what}-{zlib.crc32(self.url.encode()):08x}.lock"), what)
 
     def load(self) -> dict[str, Any]:
         return dict(_dict_of(_dict_of(self._file.load(), "servers"), self.url))
@@ -10330,6 +10327,7 @@ def main(argv: list[str] | None = None) -> int:
         print(end="", flush=True)
     except BrokenPipeError:
         code = 128 + 13  # who read it has left, as `| head` does: what SIGPIPE would have said
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still in the buffer
     return code
 
 

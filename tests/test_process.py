@@ -364,6 +364,16 @@ def test_a_reader_that_has_left_ends_the_command_without_a_word():
     assert (said.returncode, said.stderr) == (128 + signal.SIGPIPE, "")
 
 
+def test_a_reader_that_has_left_is_no_error_to_those_that_start_it_as_a_module():
+    """They flush once more what could not be written."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-S", "-E", "-c", llmguard.start_words(LLMGUARD), "--version"]
+    said = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, timeout=PATIENCE)
+    os.close(writer)
+    assert (said.returncode, said.stderr) == (128 + signal.SIGPIPE, b"")
+
+
 def test_a_closed_stdout_is_no_error():
     said = subprocess.run(["sh", "-c", 'exec "$0" "$1" --version >&-', sys.executable, LLMGUARD], stderr=subprocess.PIPE, timeout=PATIENCE)
     assert (said.returncode, said.stderr) == (0, b"")
